@@ -1,13 +1,13 @@
-"""Core: what every request does with the parts of one cache: open, plan, commit, release, quarantine.
+"""Core: the operations of requests on one cache: open, plan, commit, release, quarantine.
 
-PrefixCache builds the parts (`assemble`); Core shares none. It knows no Session, Group or Row: its methods take a
+PrefixCache builds the parts of Core (`assemble`). Core does not know Session, Group or Row: its methods take a
 PrefixRequest, a LivePath and checkpoints. Callers hold `lock`, except where a method says otherwise.
 
-Invariants, asserted by `check` together with those of the parts:
+Invariants; `check` asserts them, and the invariants of the parts:
 
   C1  Between public calls every node's spans are LIVE or PAGED, none is LEAVING.
   C2  live + paged bytes <= budget after every public call, if dropping evictable state can achieve it.
-  C3  A leaf without a checkpoint is live, kept, or the model has no point layers: nothing else could resume on it.
+  C3  In a model with point layers, a leaf is live, is kept or has a checkpoint. No request could resume on another.
   C4  The account's live bytes, booked checkpoint bytes and second bytes are the sums over the slots and open groups.
 """
 
@@ -48,22 +48,22 @@ from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import NodeState, StateNode, StateTree, Use
 from radixcache.verify import Check, Verifier
 
-#: Tokens of the passes of `learn`: the first one compiles and allocates, the second is measured, the last is a step.
+#: Tokens per pass of `learn`: the first pass compiles and allocates, the second is measured, the last is a decode step.
 LEARNT_TOKENS = (16, 256, 1)
 
 
 class Owner(Protocol):
-    """A group, as Core sees it."""
+    """What Core needs of a group."""
 
     def distrust(self, keys: Keys, start: int, namespace: str) -> None:
-        """State of these keys is wrong from offset `start` on: store and share none of it."""
+        """Store and share no state of `keys` from offset `start` on: it is wrong."""
 
     def abandon(self) -> None:
-        """The cache is about to close: give all state back and store nothing."""
+        """Give all state back and store nothing: the cache is about to close."""
 
 
 class Lookup(NamedTuple):
-    """What the cache has of a prompt that is not quarantined; `live`: the chosen slot, if one was asked for."""
+    """What the cache has of a prompt, before any quarantined offset. `live`: the chosen slot; None: none was wanted."""
 
     match: Match[NodeState]
     live: LivePath | None
@@ -71,10 +71,10 @@ class Lookup(NamedTuple):
 
 
 class DraftIndex:
-    """The suffix index of one cache, from which replies are drafted.
+    """The tokens of earlier requests of one cache, from which replies are drafted.
 
     The suffix index is built from the tree when the first request asks for drafts. After that, it gets the tokens of
-    every request, and those that are inserted or read from a store.
+    every request, and all tokens that are inserted or read from a store.
     """
 
     def __init__(self, settings: Settings, states: StateTree, quarantine: Quarantine) -> None:
@@ -82,7 +82,7 @@ class DraftIndex:
         self.suffixes: SuffixIndex | None = None
 
     def source(self, namespace: str = "") -> TreeSource:
-        """Return a source of drafts for a namespace; takes the lock by itself."""
+        """A source of drafts from the earlier requests of a namespace. Takes the lock itself."""
         lock = self._states.account.ledger.lock
         with lock:
             if self.suffixes is None:
@@ -93,16 +93,16 @@ class DraftIndex:
         return TreeSource(self.suffixes, namespace, lock)
 
     def has_more(self, known: KnownTokens, right_tokens: int | None) -> bool:
-        """Whether a running request has a batch of tokens for the index; only the first `right_tokens` count."""
+        """Whether a running request should add its new tokens now; its first `right_tokens` are correct, None: all."""
         right = known.count if right_tokens is None else min(right_tokens, known.count)
         return right - known.indexed_tokens >= FED_TOKENS and self.suffixes is not None
 
     def add(
         self, known: KnownTokens, keys: Keys, matched_tokens: int, namespace: str, *, is_growing: bool = False
     ) -> None:
-        """Add the `keys` of a request to the index, if there is one, less those that it had or matched.
+        """Add a request's `keys` to the index, if there is one, except keys that were added before or matched.
 
-        Quarantined ones are left out. While the request grows, one call adds at most `LOOK_TOKENS`.
+        Quarantined keys are left out. With `is_growing`, one call adds at most `LOOK_TOKENS` keys.
         """
         if self.suffixes is not None:
             start = max(matched_tokens, known.indexed_tokens)
@@ -112,11 +112,11 @@ class DraftIndex:
             known.indexed_tokens = max(known.indexed_tokens, end)
 
     def stored(self, keys: Keys, namespace: str) -> int:
-        """How many of these keys the tree has, if there is an index. `add_stored` adds what comes behind them later."""
+        """How many of these keys the tree has; 0 without an index. `add_stored` needs this number as `start`."""
         return 0 if self.suffixes is None else self._states.match(keys, namespace).offset
 
     def add_stored(self, keys: Keys, start: int, namespace: str) -> None:
-        """Add what came into the tree behind `start`, unless the index has it."""
+        """Add the keys that the tree has got after `start` to the index, unless the index has them already."""
         end = self.stored(keys, namespace)
         if self.suffixes is not None and not self.suffixes.has(keys[max(0, start - TAIL_TOKENS) : end], namespace):
             self.suffixes.add(keys[:end], namespace, context=start)
@@ -131,7 +131,7 @@ class DraftIndex:
 
 
 class Core:
-    """What requests do with one cache; it closes the trace, a TraceWriter or None, if it owns it."""
+    """The operations of requests on one cache. `trace`: a TraceWriter or None; `owns_trace`: close it as well."""
 
     def __init__(
         self,
@@ -167,12 +167,12 @@ class Core:
     # Before a request
 
     def require_open(self) -> None:
-        """Raise CacheClosedError if the cache was closed while a call waited for the lock, or had given it up."""
+        """Raise CacheClosedError if the cache was closed while a call waited for the lock or had released it."""
         if self._is_closed:
             raise CacheClosedError
 
     def next_use(self, priority: int = 0, turn: int | None = None, kind: str = "") -> Use:
-        """Start a tick, later than the last one, and return the use of state by the request that comes with it."""
+        """Start the next tick and return the Use of the request to which this tick belongs."""
         self.require_open()
         clock = self.settings.clock
         if self.pins.next_end_s is not None:
@@ -194,7 +194,7 @@ class Core:
         self.slots.require_free(namespace)
 
     def open_booking(self, group: Owner) -> Booking:
-        """Return a booking for a new group, which is told of wrong state and of the cache's end."""
+        """Return a booking for a new group. The group will be told of wrong state, and before the cache closes."""
         self.require_open()
         booking = Booking(self._account)
         self.bookings.append((booking, weakref.ref(group)))
@@ -208,20 +208,20 @@ class Core:
         return [group for _, reference in self.bookings if (group := reference()) is not None]
 
     def before_quarantine(self, keys: Keys, namespace: str) -> Keys:
-        """The keys up to where they are quarantined."""
+        """The keys before the first quarantined offset."""
         start = self.quarantine.offset(keys, namespace)
         return keys if start is None else keys[:start]
 
     # Restoring
 
     def read_store(self, request: PrefixRequest) -> tuple[PrefixRequest, AbstractContextManager[None] | None]:
-        """Have the store add what it has of a prompt to the tree; call this before `lookup`.
+        """Add to the tree what the store has of a prompt. Call this before `lookup`.
 
-        The lock is given up while a store is asked or read: what was checked before has to be checked again.
+        The lock is released while a store is asked or read, so repeat all earlier checks afterwards.
 
         Returns:
-            The request, with a later tick if another request came meanwhile, and a context in which to copy what was
-            read into live caches: the copy is part of the measured reading time. None: there is no store.
+            The request, with a later tick if another request came meanwhile; and a context, or None without a store.
+            Copy the state into live caches in this context: the copy is part of the measured reading time.
         """
         tier = self.tier
         if tier is None:
@@ -251,11 +251,11 @@ class Core:
         takes_slot: bool = False,
         evaluate: bool = True,
     ) -> Lookup:
-        """Find what the tree has of a prompt, and plan where a request resumes that may restore `limit` tokens.
+        """Find what the tree has of a prompt, and plan where to resume it; at most `limit` tokens may be restored.
 
         Args:
-            takes_slot: choose a live slot, and split the tree where the match ends: the rest of that edge belongs to
-                other prompts and is neither touched nor guarded. Else nothing is changed.
+            takes_slot: choose a live slot, and split the node in which the match ends. The rest of this node belongs to
+                other prompts and is neither touched nor guarded. If False, nothing changes.
             evaluate: evaluate pending buffers that are to be read, to see whether they are intact.
         """
         keys = self.before_quarantine(keys, namespace)
@@ -268,7 +268,7 @@ class Core:
         return Lookup(match, live, self.plan(match, keys, limit, live, hidden))
 
     def _match_to_end(self, keys: Keys, namespace: str) -> Match[NodeState]:
-        """Match, and split a node in which the match ends. A second try matches again: room was made."""
+        """Match, and split a node in which the match ends. A retry matches again, as eviction has changed the tree."""
         match = self.states.match(keys, namespace)
         if match.offset in (0, match.node.end):
             return match
@@ -276,9 +276,9 @@ class Core:
         return Match(upper, match.offset, [*match.path[:-1], upper])
 
     def is_resumable(self, keys: Keys, namespace: str) -> bool:
-        """Whether a longer prompt would resume at the end of these keys; counts as a use of them if so.
+        """Whether a longer prompt would resume at the end of these keys. If so, this counts as a use of the keys.
 
-        In exact mode it would resume at the end of their last whole chunk.
+        In exact mode, the end is the end of the last whole chunk.
         """
         match = self.states.match(self.before_quarantine(keys, namespace), namespace)
         plan = plan_resume(self.layout, match, len(keys), None, grid_tokens=self.states.grid_tokens)
@@ -288,7 +288,7 @@ class Core:
         return True
 
     def open(self, request: PrefixRequest, moving: AbstractContextManager[None] | None) -> tuple[LivePath, ResumePlan]:
-        """Restore the longest usable prefix into the free slot that already has the most of it, in this context."""
+        """Restore the longest usable prefix into the free slot that has most of it. Copy in the context `moving`."""
         use, length = request.use, len(request.prompt)
         match, live, plan = self.lookup(request.keys, request.namespace, request.limit, takes_slot=True)
         assert live is not None, plan
@@ -305,7 +305,7 @@ class Core:
             else:
                 with moving:
                     self.pager.move(live, plan, length + request.reserve, length)
-            # The session may come back to here, and other prompts may branch off here as it does.
+            # The session may return to this offset, and other prompts may branch off here too.
             self.pager.checkpoint_live(live, use, "branch")
         except BaseException:
             self.slots.lose(live)
@@ -317,18 +317,18 @@ class Core:
         return live, plan
 
     def draw_verifier(self) -> Verifier | None:
-        """What checks a request, if it is drawn for verification."""
+        """The verifier, if a request is drawn for verification; else None."""
         return self.verifier if self.settings.verify and self.verifier.is_drawn() else None
 
     def draw_check(self, request: PrefixRequest, live: LivePath, plan: ResumePlan) -> Check | None:
-        """The check of a restored session, if it is drawn for verification."""
+        """The check of a restored session, if the session is drawn for verification; else None."""
         if not plan.resume or self.draw_verifier() is None:
             return None
-        assert isinstance(self.layout, Layout)  # caches of sizes are not verified
+        assert isinstance(self.layout, Layout)  # simulated caches hold sizes only and are not verified
         return Check(self.verifier, self.layout, request.prompt, live.caches, plan.resume)
 
     def fetch(self, request: PrefixRequest) -> tuple[list[Any], TokenIds]:
-        """Restore the longest usable prefix into fresh caches; returns them and the token ids left."""
+        """Restore the longest usable prefix into fresh caches. Return the caches and the token ids left to evaluate."""
         request, _ = self.read_store(request)
         match, _, plan = self.lookup(request.keys, request.namespace, request.limit)
         nodes = [each for each in plan.path if each.start < plan.resume]
@@ -368,11 +368,11 @@ class Core:
     # Serving
 
     def timing_prefill(self, start: int, end: int) -> AbstractContextManager[None]:
-        """A context in which to prefill the tokens [start, end), measured if a store needs that; takes no lock."""
+        """A context in which to prefill the tokens [start, end). With a store, it measures the time. Takes no lock."""
         return nullcontext() if self.tier is None else self.tier.rates.timing_prefill(start, end)
 
     def learn(self, model: Any) -> None:
-        """Run passes of LEARNT_TOKENS over tokens that mean nothing; keep sizes and speeds, no state. Takes no lock."""
+        """Run passes of LEARNT_TOKENS dummy tokens; keep sizes and speeds, no state. Call it without the lock."""
         self.settings.require_model(model)
         caches, position = self.layout.fresh(), 0
         for count in LEARNT_TOKENS:
@@ -385,7 +385,7 @@ class Core:
             self.layout.learn(caches)
 
     def book_second(self, booking: Booking, nbytes: int) -> bool:
-        """Book `nbytes` in all for the state of a cold run beside a request; False: no room, and nothing is booked."""
+        """Book `nbytes` in total for the state of a request's cold run. False: there is no room; book nothing."""
         with self.lock:
             growth = nbytes - booking.second_bytes
             fits = growth <= 0 or self.evictor.find_room(growth)
@@ -395,7 +395,7 @@ class Core:
     # Storing
 
     def commit(self, live: LivePath, request: PrefixRequest, keys: Keys, end: int, own: OwnState) -> None:
-        """Make the first `end` of these keys, all evaluated, a LIVE path of the tree, with the request's own state."""
+        """Store the first `end` keys, all evaluated, as a LIVE path of the tree, with the request's own state."""
         self.pager.retreat(live, end)
         self.pager.record_live(live, keys[:end], request.namespace, own, request.use)
         if self.settings.exact:
@@ -403,9 +403,9 @@ class Core:
             self._tails.add(tip, keys[end:])
 
     def end_session(self, live: LivePath, request: PrefixRequest, stored: Keys, used: int, output_tokens: int) -> None:
-        """Free a slot; its session left the `stored` keys in the tree, and had found the first `used` of them there."""
+        """Free a slot whose session left the keys `stored` in the tree; the first `used` were there when it began."""
         self._release(live)
-        # Not earlier: from here on the closing thread may read the buffers, whichever thread that is.
+        # Write after the release: from here on, any thread may read the buffers.
         self.write_store(stored, request, used)
         if live.tip is not None:
             self.states.coalesce_path(live.tip)
@@ -414,7 +414,7 @@ class Core:
         self.write_trace(request, output_tokens)
 
     def insert(self, request: PrefixRequest, caches: Sequence[Any]) -> int:
-        """Store what the tree lacks of foreign caches; returns how many of the tokens it has then.
+        """Store from foreign caches what the tree lacks. Return how many of the tokens the tree has afterwards.
 
         Raises:
             SnapshotError, ValueError: the caches do not fit, or the cache is exact; nothing was changed.
@@ -426,7 +426,7 @@ class Core:
             )
         keys = self.before_quarantine(request.keys, request.namespace)
         if len(keys) < len(request.keys) and self.layout.has_points:
-            self.layout.compare(caches)  # Point state cannot be cut back to where the quarantine begins.
+            self.layout.compare(caches)  # Point state cannot be cut back to the quarantined offset.
             end = len(keys)
         else:
             start = self.draft_index.stored(keys, request.namespace)
@@ -437,12 +437,12 @@ class Core:
         return self.states.match(request.keys[:end], request.namespace).offset
 
     def write_store(self, keys: Keys, request: PrefixRequest, used: int) -> None:
-        """Write to the store what a request left in the tree; it had found the first `used` of these keys there."""
+        """Write to the store what a request left in the tree. The first `used` keys were there when it began."""
         if self.tier is not None:
             self.tier.write(keys, request, used)
 
     def write_trace(self, request: PrefixRequest, output_tokens: int = 0) -> None:
-        """Write a request to the trace; a trace that cannot be written warns and never fails a request."""
+        """Write a request to the trace. A write error is only a warning: it never fails a request."""
         trace, use = self._trace, request.use
         if trace is None:
             return
@@ -457,17 +457,17 @@ class Core:
     def expel(
         self, live: LivePath | None, keys: Keys, start: int | None, namespace: str, *, is_branch: bool = False
     ) -> int:
-        """Quarantine what begins with `keys` from `start` on, remove it from the tree, empty `live`; returns the start.
+        """Quarantine all that begins with `keys`, from `start` on; remove it; empty `live`. Return the start.
 
-            root ── a ── b ── c        the keys end on b, start lies inside it: b is cut there, its lower part and all
-                          └── d        below go; pins on them are void; live paths that stand on them step back
+            root ── a ── b ── c        the keys end on b, and start lies inside b: b is split there; its lower part and
+                          └── d        all nodes below are removed, with their pins; live paths on them step back
 
-        What other prompts share in front of `start` stays. Idle slots that stand on wrong state are emptied too.
-        Another open session keeps its caches, ahead of its path from then on; its close stores only what was in front.
+        State before `start` stays, as other prompts share it. Idle slots that stand on wrong state are emptied too.
+        Another open session keeps its caches, but its path, and what it will store, ends before the wrong state.
 
         Args:
-            start: None: where the keys are quarantined already, after a check of another session on the same path; else
-                the start of the node on which they end. In exact mode it moves down to a multiple of step_size.
+            start: None: the offset where another session's check has quarantined the keys; if there is none, the start
+                of the node on which they end. In exact mode, `start` is rounded down to a multiple of step_size.
             is_branch: move `start` to the beginning of the branch on which the keys end.
         """
         states, quarantine = self.states, self.quarantine
@@ -480,7 +480,7 @@ class Core:
             start = match.node.start if match.offset == len(keys) else 0
         start = floor(start, states.grid_tokens)
         quarantine.add(keys, start, namespace)
-        self.draft_index.clear(namespace)  # The index does not know which replies came from wrong state, so all go.
+        self.draft_index.clear(namespace)  # The index does not know which replies came from wrong state: drop all.
         if self.tier is not None:
             self.tier.remove(keys, start, namespace)
         for group in self.groups():
@@ -508,7 +508,7 @@ class Core:
     # The cache as a whole
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drop what no open session uses, and the history of prompts: of all namespaces, or of one."""
+        """Drop all state that no open session uses, and the history of prompts, of one namespace; None: of all."""
         self.pins.clear(namespace)
         self.evictor.enforce_budget()
         self._tails.clear(namespace)
@@ -522,7 +522,7 @@ class Core:
         self.layout.release()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the store has written everything; False: not within this time. Takes no lock."""
+        """Wait until the store has written everything. False: `timeout_s` was not enough. Takes no lock."""
         return self.tier is None or self.tier.store.flush(timeout_s)
 
     def close(self) -> None:
@@ -575,7 +575,7 @@ class Core:
         return plan._replace(matched=match.offset + tail, reason=reason, off_grid=off_grid)
 
     def _release(self, live: LivePath) -> None:
-        """Free a slot, and join nodes that were split for its session in vain."""
+        """Free a slot, and join nodes that were split for its session but need not stay split."""
         node = live.release()
         if node is not None:
             self.evictor.tidy(node)

@@ -1,13 +1,13 @@
-"""The loop that decodes: the next tokens of one reply or of many, with samplers, processors, masks and drafts.
+"""The decode loop: makes the next tokens of one or many replies, with samplers, processors, masks and drafts.
 
-A caller owns the replies (`Decoding`) and their rows; `DecodeLoop` moves them. A round of a caller:
+A caller owns the replies (`Decoding`) and their rows; `DecodeLoop` runs their passes. A round of a caller:
 
-    propose    what the next pass checks for each reply. Reads pending tokens if that may be worth it
-    run        dispatch one pass: a step on tokens that nobody has read, or a check of what was proposed
-    take       the caller reads the tokens, the older first, and says whether a reply goes on
+    propose    choose the draft tokens that the next pass checks; read pending tokens first if that may save time
+    run        dispatch one pass: a step on tokens that nobody has read, or a check of the draft tokens
+    take       the caller reads the tokens, oldest first, and returns whether the reply continues
 
-The seat of the rows runs the passes: a Group, or a Solo on a Session. A draft model is asked for the replies for which
-it is expected to gain more than what was said before; all these decode in one batch there, too.
+The seat of the rows runs the passes: a Group, or a Solo on a Session. The draft model drafts for replies where it is
+expected to gain more than drafts from earlier text. It decodes all these replies in one batch.
 
 Not thread-safe. The clock is read only to measure passes for drafts.
 """
@@ -32,22 +32,22 @@ from radixcache.speculate.pace import MODEL, MOST_PROPOSED, NOTHING, DraftPace, 
 from radixcache.tokens import TokenIds
 
 #: Passes between two releases of MLX's free buffers.
-RELEASE_INTERVAL_TOKENS = 256
+RELEASE_INTERVAL_PASSES = 256
 #: Steps until the draft model is asked again, after there was no room for its state.
 ROOMLESS_STEPS = 64
 
 #: From log-probabilities (1, V) to a token (1,).
 Sampler = Callable[[mx.array], mx.array]
-#: mlx-lm's: the tokens so far (T,) and logits (1, V) to logits (1, V).
+#: As in mlx-lm: from the tokens so far (T,) and logits (1, V) to logits (1, V).
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-#: From the token before, None at the beginning of a reply, to the tokens (V,) that may be next; None: all may.
+#: From the previous token (None: the reply begins) to a mask (V,) of the tokens that may be next; None: all may.
 Guidance = Callable[[int | None], NDArray[np.bool_] | None]
 
 
 class Predictions:
     """Pending results of a forward pass with logits (N, V): tokens (N,) and, if wanted, log-probabilities (N, V).
 
-    `is_checked`: whether to say of each row if its logits are numbers, and the token's own log-probability.
+    `is_checked`: also find, for each row, whether all logits are numbers, and the log-probability of its token.
     """
 
     def __init__(self, tokens: mx.array, logits: mx.array, logprobs: mx.array | None, *, is_checked: bool) -> None:
@@ -56,12 +56,12 @@ class Predictions:
         self._pending = [tokens]
         if is_checked:
             self._pending.append(mx.max(logits, axis=-1))  # the largest is finite if all are numbers
-        if is_checked and logprobs is not None:  # a token -1 reads the last one's
+        if is_checked and logprobs is not None:  # token -1 reads the last column
             self._pending.append(mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0])
         mx.async_eval(*self._pending, *([] if logprobs is None else [logprobs]))
 
     def read(self) -> list[tuple[int, bool, float | None]]:
-        """Wait; return for each row the token, whether logits were not numbers, and the log-probability if known."""
+        """Wait. Return for each row the token, whether a logit is not a number, and the log-probability if known."""
         if self._found is not None:
             return self._found
         lists: list[Any] = [array.tolist() for array in self._pending]
@@ -72,7 +72,7 @@ class Predictions:
 
 
 class Sampled(NamedTuple):
-    """The token of one row of a pass; nobody has read it yet."""
+    """The token that a pass gives for one of its rows; it may be pending."""
 
     of: Predictions
     row: int
@@ -92,16 +92,16 @@ class Decoding:
     """A reply in the loop.
 
     Attributes:
-        tokens: its prompt, whose last token the first step evaluates.
-        sampler, processors, guidance: how its tokens are chosen; without a sampler, the likeliest.
+        tokens: the prompt; the first step evaluates its last token.
+        sampler, processors, guidance: how tokens are chosen; without a sampler, the most likely token.
         has_logprobs: whether log-probabilities are wanted.
-        drafting: what is proposed to it; None: nothing.
-        draft_tokens: how many tokens a draft model proposes to it at a time; 0: there is none.
-        held_row: its row in the seat; None while it waits.
-        failure: what its sampler or its step raised; reported when the tokens before it are read.
-        before: the last token of its reply when it had to wait again; None: it has none.
+        drafting: the source of draft tokens; None: no drafts.
+        draft_tokens: how many tokens a draft model proposes at a time; 0: there is no draft model.
+        held_row: the reply's row in the seat; None while the reply waits.
+        failure: what the sampler or the step raised; reported when the tokens before the error are read.
+        before: the last token of the reply when it had to wait again; None: there is none.
         last: the latest prediction, which the next forward pass continues; None before the first.
-        unread: predictions that nobody has read: two while a step runs.
+        unread: predictions that nobody has read yet; two while a step runs.
     """
 
     tokens: TokenIds
@@ -122,45 +122,45 @@ class Decoding:
 
     @property
     def row(self) -> Any:
-        """Its row, a Row or a Session; it has one."""
+        """The reply's row, a Row or a Session; only for a reply that has a row."""
         assert self.held_row is not None, self
         return self.held_row
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its first token was dispatched."""
+        """Whether the first token of the reply was dispatched."""
         return self.last is not None
 
     @property
     def left(self) -> int:
-        """How many tokens the reply may have beyond those that were read."""
+        """How many more tokens the reply may have after the tokens that were read."""
         raise NotImplementedError
 
     @property
     def next_token(self) -> int:
-        """The token that its next forward pass evaluates; waits for it."""
+        """The token that the next forward pass evaluates. Waits until this token is known."""
         return int(self.tokens[-1]) if self.last is None else self.last.read()[0]
 
     def most_drafted(self) -> int:
-        """How many tokens may be proposed to it now: a pass says one more than are accepted."""
+        """How many draft tokens the reply may get now. A pass gives one token more than it accepts drafts."""
         if self.drafting is None or not self.row.may_draft:
             return 0
         return max(0, min(self.left - len(self.unread) - 1, MOST_PROPOSED))
 
     def wait_again(self) -> None:
-        """Leave the row; the loop goes on with it in another one, behind the tokens that were read."""
+        """Leave the row. The reply continues later in another row, after the tokens that were read."""
         self.before = self.before if self.last is None else self.last.read()[0]
         self.held_row = self._said = self.last = None
         self.unread.clear()
 
     def mask(self, logits: mx.array) -> mx.array:
-        """Leave logits (1, V) the tokens that may be next. Waits for the token before, but for no pass behind that."""
+        """Set logits (1, V) of tokens that may not be next to -inf. Waits for the previous token only."""
         assert self.guidance is not None, self
         allowed = self.guidance(self.before if self.last is None else self.last.read()[0])
         return logits if allowed is None else mx.where(mx.array(allowed[: logits.shape[-1]]), logits, -mx.inf)
 
     def process(self, logits: mx.array) -> mx.array:
-        """Logits (1, V) behind the processors."""
+        """Apply the processors to logits (1, V)."""
         if self._said is None:
             self._said = TokenBuffer(self.tokens[:-1].tolist())
         said = self._said.update_and_fetch(next_tokens([self]))
@@ -169,29 +169,29 @@ class Decoding:
         return logits
 
 
-#: By reply, what is proposed to it.
+#: The proposal for each reply.
 Drafts = dict[Any, Proposal]
-#: Takes the reply's next unread token; True: the reply goes on behind it.
+#: Takes the reply's next unread token. True: the reply continues after this token.
 Take = Callable[[Any], bool]
 
 
 class PassTimes:
-    """Measures passes for a DraftPace: plain steps from the end of a round to the next, checks each by themselves."""
+    """Measures passes for a DraftPace: a plain step from the end of one round to the end of the next, a check alone."""
 
     def __init__(self, pace: DraftPace) -> None:
         self.pace = pace
         self._ended_s, self._rows = 0.0, 0
-        self._owing: tuple[int, float] | None = None  # width and seconds of a check behind which rows owe tokens
+        self._owing: tuple[int, float] | None = None  # width and seconds of a check after which rows owe tokens
 
     def end_round(self, rows: int, *, is_plain: bool) -> None:
-        """A round ended; `is_plain`: its only pass was a step of so many rows, dispatched ahead as the one before."""
+        """Note the end of a round. `is_plain`: its only pass was a step of `rows` rows, dispatched ahead."""
         now_s = time.perf_counter()
         if is_plain and 0 < rows == self._rows:
             self.pace.note(1, now_s - self._ended_s, rows)
         self._ended_s, self._rows = now_s, rows
 
     def note_check(self, width: int, rows: int, elapsed_s: float, *, owes: bool) -> None:
-        """A check ended. `owes`: rows evaluate tokens again in the next pass, whose time is added to this one's."""
+        """Note the end of a check. `owes`: rows evaluate tokens again in the next pass, so add that time here."""
         if self._owing is not None:
             width, before_s = self._owing
             elapsed_s = before_s + max(0.0, elapsed_s - self.pace.seconds(1, rows))
@@ -204,13 +204,13 @@ class DecodeLoop:
     """Runs the passes of replies whose prompts are evaluated up to their last token.
 
     Args:
-        model: of all passes; with a draft model, both as from `BothModels`.
-        seat: of the rows; a Group or a Solo.
-        pace: says how many proposed tokens are worth checking.
-        dtype: of the logits that are sampled from; None: the model's.
-        raises: whether errors of samplers and processors are raised, and nobody asks whether logits are numbers; else
-            each error is the `failure` of its reply.
-        always_asks: whether the draft model is asked wherever nothing else is proposed.
+        model: runs all passes; with a draft model, both models as from `BothModels`.
+        seat: holds the rows; a Group or a Solo.
+        pace: decides how many draft tokens are worth checking.
+        dtype: the type of the logits for sampling; None: the model's type.
+        raises: raise errors of samplers and processors, and do not check whether logits are numbers. False: each error
+            becomes the `failure` of its reply.
+        always_asks: ask the draft model whenever no other draft is proposed.
     """
 
     def __init__(
@@ -226,12 +226,12 @@ class DecodeLoop:
         self.seat, self.times = seat, PassTimes(pace)
         self._model, self._dtype, self._raises, self._always_asks = model, dtype, raises, always_asks
         self._steps = 0
-        self._asks_from = 0  # the step from which the draft model is asked
+        self._asks_from = 0  # the first step in which the draft model is asked
 
     def propose(self, replies: Sequence[Decoding], read: Callable[[Sequence[Any]], Sequence[Any]]) -> Drafts:
-        """What the next pass checks for these replies.
+        """Choose the draft tokens that the next pass checks for these replies.
 
-        `read` reads the pending tokens of replies, and returns those that go on. It is called if that may be worth it.
+        `read` reads pending tokens, and returns the replies that continue. It is called only if drafts may save time.
         """
         drafts, owed = self._worthwhile(replies), any(each.row.owed_tokens for each in replies)
         if (drafts or owed) and any(each.unread for each in replies):
@@ -239,9 +239,9 @@ class DecodeLoop:
         return drafts
 
     def run(self, replies: Sequence[Decoding], drafts: Drafts, take: Take) -> None:
-        """Dispatch one pass over the next token of each reply, in the order of their rows; check `drafts` behind it.
+        """Dispatch one pass over the next token of each reply, in row order, and over the `drafts` after this token.
 
-        `take` is called for what a check says, and not for the token of a step, which stays unread.
+        `take` is called for each token that a check gives. The token of a step stays unread.
         """
         drafts = self._asked(replies, drafts)
         if drafts or any(each.row.owed_tokens for each in replies):
@@ -250,21 +250,21 @@ class DecodeLoop:
             logits = self.seat.step(self._model, [each.row for each in replies], next_tokens(replies))
             self.choose(replies, logits)
         self._steps += 1
-        if self._steps % RELEASE_INTERVAL_TOKENS == 0:
+        if self._steps % RELEASE_INTERVAL_PASSES == 0:
             mx.clear_cache()
 
     def choose(self, replies: Sequence[Decoding], logits: mx.array) -> None:
-        """Dispatch each reply's next token from logits (N, T, V)."""
+        """Dispatch the choice of each reply's next token from logits (N, T, V)."""
         last = logits[:, -1] if self._dtype is None else logits[:, -1].astype(self._dtype)
         if processing := {row: each for row, each in enumerate(replies) if each.processors}:
             last = self._replace_rows(last, processing, lambda row, each: each.process(last[row : row + 1]))
         if guided := {row: each for row, each in enumerate(replies) if each.guidance and each.failure is None}:
             mx.async_eval(last)  # the forward pass runs while masks are made
             last = self._replace_rows(last, guided, lambda row, each: each.mask(last[row : row + 1]))
-        # The normalizer takes an exponential of each logit, and the likeliest token needs none.
+        # Log-probabilities take an exponential of each logit; the most likely token does not need them.
         is_scored = any(each.sampler is not None or each.has_logprobs for each in replies)
         logprobs: Any = log_probabilities(last) if is_scored else None
-        # Rounded log-probabilities may be equal where logits are not; mlx-lm compares the former.
+        # Rounded log-probabilities may be equal where logits differ; mlx-lm compares log-probabilities.
         tokens = greedy(logprobs if self._dtype is None and is_scored else last)
         if sampling := {row: each for row, each in enumerate(replies) if each.sampler and each.failure is None}:
             tokens = self._replace_rows(
@@ -279,7 +279,7 @@ class DecodeLoop:
     def _replace_rows(
         self, values: mx.array, replies: Mapping[int, Decoding], make: Callable[[int, Decoding], mx.array]
     ) -> mx.array:
-        """Replace the rows of these replies by what `make` returns; what that raises is the failure of one reply."""
+        """Replace the rows of these replies by what `make` returns. An error of `make` fails only its reply."""
         own = {}
         for row, reply in replies.items():
             try:
@@ -298,16 +298,16 @@ class DecodeLoop:
         take: Take,
         said: dict[Decoding, list[int]],
     ) -> list[int]:
-        """Choose the tokens that follow each reply's next token and its drafted ones, until a draft is wrong.
+        """For each reply, choose the token after its next token and after each draft token, until a draft is wrong.
 
-        Positions are taken in order, and none behind a wrong draft. So samplers, processors and masks are called as
+        Positions are processed in order, and none after a wrong draft. So samplers, processors and masks are called as
         often as without drafts, and draw as many random numbers. Adds the tokens that were taken to `said`.
 
         Args:
-            logits: (N, T, V), behind the next token and the drafted ones.
+            logits: (N, T, V), after the next token and after each draft token.
 
         Returns:
-            For each reply how many of its tokens in the pass are part of its text.
+            For each reply, how many of its tokens in the pass are right: the next token and the accepted drafts.
         """
         counts, going = [1] * len(replies), [*range(len(replies))]
         for at in range(logits.shape[1]):
@@ -330,7 +330,7 @@ class DecodeLoop:
         return counts
 
     def _worthwhile(self, replies: Sequence[Decoding]) -> Drafts:
-        """The proposals to these replies that are worth their share of a pass together; guesses of a draft model's."""
+        """The proposals that are worth checking in one pass together. Those of the draft model are still guesses."""
         rows, pace, guesses = len(replies), self.times.pace, Drafts()
         proposals = Drafts()
         for each in replies:
@@ -357,7 +357,7 @@ class DecodeLoop:
         return {each: proposal.first(count) for each, proposal in proposals.items() if count and proposal.tokens}
 
     def _asked(self, replies: Sequence[Decoding], drafts: Drafts) -> Drafts:
-        """The same drafts with what the draft model says in place of guesses, as far as that is worth checking."""
+        """Replace guesses by tokens of the draft model. Return the drafts that are worth checking."""
         guessed = {each: len(proposal.tokens) for each, proposal in drafts.items() if proposal.source == MODEL}
         if not guessed:
             return drafts
@@ -378,7 +378,7 @@ class DecodeLoop:
         return {each: drafts[each].first(its) for each, its in zip(drafts, counts, strict=True) if its}
 
     def _check(self, replies: Sequence[Decoding], drafts: Drafts, take: Take) -> None:
-        """Run one pass over the next token and the drafts of each, and take what it says."""
+        """Run one pass over the next token and the drafts of each reply, and take the tokens that it gives."""
         said: dict[Decoding, list[int]] = {each: [] for each in replies}
 
         rows, its = [each.row for each in replies], [drafts.get(each, NOTHING).tokens for each in replies]
@@ -398,7 +398,7 @@ class DecodeLoop:
 
 
 def next_tokens(replies: Sequence[Decoding]) -> mx.array:
-    """The tokens (N,) that continue these replies, unread: predicted ones, or the last of a prompt."""
+    """The tokens (N,) to evaluate next: each reply's last prediction, perhaps unread, or the prompt's last token."""
     last = [each.last for each in replies]
     of = None if last[0] is None else last[0].of
     if of is not None and [each and (each.of, each.row) for each in last] == [(of, at) for at in range(len(of.tokens))]:
@@ -417,14 +417,14 @@ def log_probabilities(logits: mx.array) -> mx.array:
 
 
 def greedy(logits: mx.array) -> mx.array:
-    """The likeliest tokens (N,) of logits (N, V)."""
+    """The most likely tokens (N,) of logits (N, V)."""
     return mx.argmax(logits, axis=-1)
 
 
 def sample(sampler: Sampler | None, logprobs: mx.array) -> mx.array:
-    """Sample a pending token (1,) from log-probabilities (1, V); without a sampler, the likeliest. TypeError: no id.
+    """Sample a pending token (1,) from log-probabilities (1, V); without a sampler, the most likely. TypeError: no id.
 
-    An id outside the vocabulary becomes -1, which a forward pass survives and `Reply.add` refuses.
+    An id outside the vocabulary becomes -1: a forward pass can evaluate it, and the reply refuses it.
     """
     if sampler is None:
         return greedy(logprobs)

@@ -1,7 +1,7 @@
 """stream_generate: mlx_lm.stream_generate with a PrefixCache: the same arguments, the same responses.
 
-The stored beginning of a prompt is restored instead of prefilled, and a request's state is stored for the next one.
-Decoding dispatches the forward pass of a token before it returns the token, so a stop token is stored too.
+The stored prefix of a prompt is restored instead of prefilled, and a request's state is stored for later requests.
+Decoding dispatches the forward pass of a token before it yields the token, so the state of a stop token is stored too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REFUSED = {
 
 @dataclass
 class CachedGenerationResponse(GenerationResponse):  # type: ignore[misc]
-    """mlx-lm's response, how many prompt tokens were restored, and by source what became of the drafted tokens."""
+    """mlx-lm's response, with the number of restored prompt tokens and counts of draft tokens by source."""
 
     cached_tokens: int = 0
     drafted: Mapping[str, Drafted] = field(default_factory=dict)
@@ -83,20 +83,19 @@ def stream_generate(
         marks: as in PrefixCache.begin().
         priority: as in PrefixCache.begin().
         keys: as in PrefixCache.begin().
-        embed: called with the resume offset; returns embeddings (T, D) of the prompt from there on, which the model
-            gets as `input_embeddings` beside the tokens; also with 0 if the request is verified. `keys` must differ
-            where embeddings do.
+        embed: called with the resume offset, and with 0 if the request is verified. Returns embeddings (T, D) of the
+            prompt from this offset on. The model gets them as `input_embeddings`, with the tokens. `keys` must differ
+            where embeddings differ.
         chat: as in PrefixCache.begin().
-        speculate: as in PrefixCache.drafting(): "tree" or "prompt". The tokens are those of a reply without drafts, and
-            with a seed the same are drawn; up to rounding, as passes over several tokens add up in another order.
-        prediction: what the reply will be, as text or token ids, as far as the caller can tell. At most twice
-            `max_tokens` tokens of it are used.
-        min_tokens: the reply has no token of `tokenizer.eos_token_ids` before so many others.
+        speculate: as in PrefixCache.drafting(): "tree" or "prompt". The reply, with a seed too, is the same as without
+            drafts, up to rounding: passes over several tokens add numbers in another order.
+        prediction: the expected reply, as text or token ids. At most twice `max_tokens` tokens of it are used.
+        min_tokens: the reply has at least this many tokens before one of `tokenizer.eos_token_ids`.
         kwargs: sampler, logits_processors, prefill_step_size, prompt_progress_callback, num_draft_tokens.
 
     Raises:
-        ValueError: an argument of mlx-lm that contradicts `cache`, max_tokens is 0, num_draft_tokens is below 0, or
-            `embed` without `keys` or with drafts; `speculate` or `prediction` with an exact cache.
+        ValueError: an mlx-lm argument contradicts `cache`; max_tokens is 0; num_draft_tokens is below 0; `embed` is
+            given without `keys` or with drafts; `speculate` or `prediction` is given with an exact cache.
         CacheBusyError: every live slot of the cache is taken.
     """
     if not isinstance(cache, PrefixCache):
@@ -144,7 +143,7 @@ def _respond(
     tokens_of: Callable[[Session], Any],
     drafted: Mapping[str, Drafted],
 ) -> Generator[CachedGenerationResponse, None, None]:
-    # A speculative generator removes rejected tokens when it ends: before the session closes.
+    # A speculative generator removes rejected tokens when it ends, so end it before the session closes.
     with wired_limit(model, [stream]), begin() as session, closing(tokens_of(session)) as tokens:
         length, detokenizer = len(session.prompt), tokenizer.detokenizer
         began, prompt_tps, finish = time.perf_counter(), 0.0, None
@@ -215,13 +214,13 @@ def _tokens(
 
 
 class LateEnd:
-    """A logits processor of one reply: no end before `min_tokens` tokens, as vLLM's parameter of this name."""
+    """A logits processor of one reply: forbids end tokens before `min_tokens` tokens, like vLLM's `min_tokens`."""
 
     def __init__(self, ends: Collection[int], min_tokens: int) -> None:
         self._ends, self._left = ends, min_tokens
 
     def __call__(self, _: mx.array, logits: mx.array) -> mx.array:
-        """Logits (1, V) of the next token, without the ends as long as there are too few."""
+        """Mask the end tokens in logits (1, V) while the reply has too few tokens."""
         self._left -= 1
         if self._left < 0:
             return logits
@@ -229,7 +228,7 @@ class LateEnd:
         return mx.where(mx.array(ends), -mx.inf, logits)
 
 
-#: Tokens that are left to a reply without a limit.
+#: `left` of a reply without a limit, in tokens.
 NO_LIMIT = 1 << 31
 #: A token, its log-probabilities (V,), and whether it was drafted.
 Token = tuple[int, mx.array, bool]
@@ -237,7 +236,7 @@ Token = tuple[int, mx.array, bool]
 
 @dataclass(eq=False, kw_only=True)
 class _SoloReply(Decoding):
-    """A reply of `most_tokens` tokens at most (-1: no limit). `said`: read, and not given to the caller yet."""
+    """A reply of at most `most_tokens` tokens (-1: no limit). `said`: tokens that were read but not yielded yet."""
 
     most_tokens: int
 
@@ -276,17 +275,17 @@ def decode(
 ) -> Iterator[Token]:
     """Yield at most `max_tokens` tokens (-1: no limit) of a reply that is decoded alone.
 
-    The forward pass that follows a token is dispatched before that token is read. If the caller stops at a token, that
-    pass is wasted; waiting for the decision would slow down every other token. Where drafted tokens are likely, the
-    token is read first, and one pass checks what is proposed behind it.
+    The forward pass after a token is dispatched before this token is read. If the caller stops at the token, the pass
+    is wasted, but waiting for the caller would slow down every other token. If drafts are likely to be right, the token
+    is read first, and one pass checks the drafts after it.
 
     Args:
-        run: a Session, prefilled up to the last token of the prompt; without drafts, anything with `step`, and with
+        run: a Session, prefilled up to the last token of the prompt; without drafts, any object with `step`, and with
             `owed_tokens` 0.
-        prompt: int32 ids; the last one at least, and all of them if there are processors.
-        draft_tokens: how many tokens the draft model proposes at a time; 0: there is none.
+        prompt: int32 ids: at least the last one, and all ids if there are processors.
+        draft_tokens: how many tokens the draft model proposes at a time; 0: there is no draft model.
         stream: MLX's stream for the forward passes; None for the current one.
-        dtype: of the logits that are sampled from; None: the model's.
+        dtype: the type of the logits for sampling; None: the model's type.
     """
     if not draft_tokens and (drafting is None or drafting.is_empty):
         drafting = None
@@ -327,7 +326,7 @@ def decode(
             while reply.said:
                 yield reply.said.pop(0)
     finally:
-        # Accepted tokens that the caller does not want were not said.
+        # Accepted draft tokens that the caller did not take are not part of the reply.
         if (unsaid := sum(is_drafted for _, _, is_drafted in reply.said)) and drafting is not None:
             drafting.drafted[source].accepted -= unsaid
             with suppress(SessionClosedError, SnapshotError):

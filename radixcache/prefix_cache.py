@@ -1,11 +1,11 @@
 """PrefixCache: the class that users import. It checks each call, takes the lock and calls the parts of the cache.
 
-Caches on the same ledger share one lock; forward passes run outside of it. A session belongs to one thread at a time;
+Caches on the same ledger share one lock; forward passes run without it. A session belongs to one thread at a time, and
 sessions on different slots may run in different threads. MLX does not promise that several threads may evaluate at
 once: let them take turns in forward passes, begin and close. A clock is read only if there is a store, or a pin with
-`ttl_s`; only `verify` uses randomness.
+`ttl_s`. Only `verify` uses randomness.
 
-`assemble` builds the parts of a cache, on layers that hold arrays or sizes.
+`assemble` builds the parts of a cache. The layers hold arrays, or only sizes in a simulator.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def assemble(
     clock: Clock = "requests",
     disk: Disk | None = None,
 ) -> tuple[Core, About]:
-    """Build a cache from arguments as PrefixCache takes them; it closes a trace that is given as a path."""
+    """Build a Core from the arguments of PrefixCache. The Core closes a trace that is given as a path."""
     source = "given"
     if budget_bytes is None:
         budget_bytes, source = default_budget_bytes(settings.model)
@@ -121,46 +121,46 @@ def assemble(
 class PrefixCache:
     """A prefix cache: a radix tree of token prefixes with the state of the model's layers, under a byte budget.
 
-    The budget says what is kept and never refuses a request. A request whose live state is larger than the budget is
-    served: everything else that may go is evicted, and the request takes what the device can spare beyond the budget
-    for as long as it runs. `stats.over_budget_bytes` says how much that is, and `stats.held_bytes` why. When it closes,
-    as much of its prefix is kept as fits the budget, from the beginning on; with recurrent layers, up to the last
-    checkpoint that fits. begin(), begin_many() and rows do the same. RequestTooLargeError: the device cannot hold the
-    state, or it is beyond `max_request_bytes`; that is asked before the prompt is evaluated, on the first request of a
-    cache after its first chunk.
+    The budget limits what is kept; it never refuses a request. A request whose live state is larger than the budget is
+    served: everything evictable is evicted, and while the request runs, it uses device memory beyond the budget.
+    `stats.over_budget_bytes` is the excess, and `stats.held_bytes` explains it. When the request closes, the longest
+    part of its prefix that fits the budget is kept; with recurrent layers, up to the last checkpoint that fits. This
+    holds for begin(), begin_many() and rows. RequestTooLargeError is raised if the device cannot hold the state, or if
+    the state exceeds `max_request_bytes`. The check comes before the prompt is evaluated; in the first request of a
+    cache, after the first chunk.
 
     Args:
         model: an mlx-lm model. Its caches come from mlx-lm's make_prompt_cache.
-        caches: a callable that returns a fresh list of mlx-lm caches, in place of the model's own. Layers may be None.
-        budget_bytes: how many bytes of live buffers and snapshots are kept. Default: a quarter of the memory that the
-            device can spare. Caches on the same Ledger share its budget.
-        max_request_bytes: most bytes that the live state of one request may take. Default: what the device can spare.
+        caches: a callable that returns a fresh list of mlx-lm caches, instead of the model's own. Layers may be None.
+        budget_bytes: how many bytes of live buffers and snapshots are kept. Default: a quarter of the free device
+            memory. Caches on the same Ledger share its budget.
+        max_request_bytes: most bytes that the live state of one request may take. Default: the free device memory.
         policy: the eviction policy: a name in policies.POLICIES, "my.module:Class", or an EvictionPolicy.
         cost: the prefill cost that the policy uses. Default: computed from the model's shape.
         checkpoint_interval: tokens between checkpoints during prefill.
-        checkpoint_budget_bytes: limit of all checkpoints; above it, interval checkpoints go first. Default: half the
-            budget.
-        suffix_index_bytes: limit of the index from which replies are drafted, beside the budget. It is made when the
-            first request asks for drafts, at most 39 bytes a token, and forgets the oldest tokens first.
+        checkpoint_budget_bytes: most bytes of all checkpoints; above it, interval checkpoints are dropped first.
+            Default: half the budget.
+        suffix_index_bytes: most bytes of the index from which replies are drafted; not part of the budget. The index is
+            built when the first request asks for drafts, takes at most 39 bytes a token, and forgets old tokens first.
         live_slots: how many sessions may be open at a time. Each slot has its own buffers.
         kv_bits: bits of quantized keys and values in full-attention layers, from offset 0 on. Default: not quantized.
         kv_group_size: elements per group of quantized keys and values.
-        stored_bits: 8 or 4: bits of keys and values that are not live, in memory and in the store, rounded in groups of
-            64 or 32; layers that `kv_bits` quantizes, head sizes that are no multiple of 32 and recurrent state stay as
-            they are. What is live is never rounded. Default: stored as it is. Not with `exact`.
-        trace: a file that gets a record of each request when it closes: salted digests of its prefix, for `radixcache
-            simulate`. Or a TraceWriter.
+        stored_bits: 8 or 4: bits of stored keys and values, in memory and in the store, in groups of 64 or 32. Live
+            state is never rounded, nor are layers that `kv_bits` quantizes, head sizes that are no multiple of 32, and
+            recurrent state. Default: no rounding. Not with `exact`.
+        trace: a file, or a TraceWriter. It gets a record of each request that closes: salted digests of its prefix,
+            for `radixcache simulate`.
         on_event: called with an Event for everything that happens to stored state, after the call that caused it.
         tokenizer: an object with `decode`. With it, explain(), dump() and render() show text beside token ids.
-        verify: share of the resumed sessions and of all rows, 0 to 1, that are also prefilled cold and compared; a row
-            also when it closes. Wrong state is quarantined, and an answer that has not begun is served cold. fetch() is
-            not checked.
-        verify_seed: seed that draws these requests.
-        exact: resume only if the answer equals that of a cold run bit for bit.
-        step_size: tokens per chunk of prefill. An exact cache resumes only at its multiples.
+        verify: share, 0 to 1, of resumed sessions and of all rows that are also prefilled cold and compared. A row is
+            compared again when it closes. Wrong state is quarantined, and an answer that has not begun is served cold.
+            fetch() is not checked.
+        verify_seed: seed for the choice of these requests.
+        exact: resume only if the answer equals the answer of a cold run bit for bit.
+        step_size: tokens per chunk of prefill. An exact cache resumes only at multiples of `step_size`.
         store: where state is kept outside of memory: a DiskStore, a RedisStore, or several in the order of look-up.
             Caches may share stores. Stores stay open when the cache closes.
-        store_if: called with a namespace; its state is written to the store only if it returns True. Default: all.
+        store_if: called with a namespace; True: write the state of this namespace to the store. Default: write all.
         identity: the name of the model in the store, if `caches` is given. Default: made from the model's class,
             arguments and weights.
         seconds: the clock of pins with `ttl_s`, in seconds from any start. Default: time.monotonic.
@@ -225,12 +225,12 @@ class PrefixCache:
     def close(self) -> None:
         """Release all state, also of open sessions and groups, and close the trace if it was given as a path.
 
-        Waits until the store has written everything. A second call does nothing. After it, other calls raise
+        Waits until the store has written everything. A second call does nothing. All other calls then raise
         CacheClosedError, and calls of open sessions and groups raise SessionClosedError.
         """
         core, self._open = self._open, None
         self._about.chats.clear()
-        if core is not None and not core.lock.is_foreign:  # The process that it was forked from has the state.
+        if core is not None and not core.lock.is_foreign:  # In a forked process, the parent process owns the state.
             core.close()
             core.flush()
 
@@ -258,11 +258,11 @@ class PrefixCache:
             keys: int64, one per token: what the tree compares. Default: the token ids.
             namespace: nothing is shared between namespaces (LoRA adapters, tenants).
             marks: offsets worth a checkpoint, such as the end of the system prompt and of each message.
-            reserve: room for the reply that is allocated at once, in tokens.
+            reserve: buffer room for the reply, allocated at once, in tokens.
             priority: for the eviction policies `priority` and `ttl`.
             turn: number of the turn in its conversation, from 1, for the policies `turn` and `benefit`.
             kind: kind of the request, for the policies `turn`, `benefit` and `ttl`.
-            chat: what the tokens were rendered from. `explain` compares later chats with a copy of it.
+            chat: the chat from which the tokens were rendered. `explain` compares later chats with a copy of it.
 
         Raises:
             ValueError: tokens, keys, marks, reserve, turn or kind out of their range.
@@ -285,19 +285,19 @@ class PrefixCache:
         prediction: Any = None,
         max_tokens: int | None = None,
     ) -> Drafting:
-        """What may be proposed to a request as its next tokens, to be checked several in a forward pass.
+        """The source of draft tokens for a request; one forward pass checks several of them.
 
         Args:
             prompt: token ids of the whole prompt: list, tuple, np.ndarray or mx.array.
-            namespace: nothing of other namespaces is proposed.
-            speculate: "tree": what was said before in the namespace, and in the prompt; "prompt": in the prompt alone;
-                None: nothing but the prediction.
-            prediction: token ids that the reply is expected to have, as `prompt`.
-            max_tokens: most tokens of the reply; of a prediction, twice as many are used. None: all.
+            namespace: the only namespace from which tokens are drafted.
+            speculate: "tree": draft from earlier requests of the namespace and from the prompt; "prompt": from the
+                prompt alone; None: only from the prediction.
+            prediction: the expected token ids of the reply, given like `prompt`.
+            max_tokens: most tokens of the reply; at most twice as many of `prediction` are used. None: no limit.
 
         Raises:
-            ValueError: another `speculate`; `max_tokens` is below 1; or `speculate` or a prediction is given and the
-                cache is exact. A pass over several tokens rounds differently, and measured times decide over how many.
+            ValueError: `speculate` is unknown; `max_tokens` is below 1; or `speculate` or a prediction is given and the
+                cache is exact. Passes over several tokens round differently, and their width depends on measured times.
         """
         core, tree_source = self._core, partial(self._core.draft_index.source, namespace)
         return drafting_of(prompt, tree_source, core.draft_pace, core.settings, speculate, prediction, max_tokens)
@@ -316,12 +316,12 @@ class PrefixCache:
         Each prompt becomes a row, restored as in `Group.admit`; more may be admitted later. A group takes no live slot.
 
         Args:
-            capacity: tokens of all rows together, shared ones counted once. What rows hold beside the tree counts as
-                live bytes of the budget.
-            segment_bytes: spans of at least so many bytes per layer are read in place; None: the measured default.
+            capacity: tokens of all rows together; shared tokens count once. State that rows hold outside the tree
+                counts as live bytes of the budget.
+            segment_bytes: spans of at least this many bytes per layer are read in place; None: the measured default.
 
         Raises:
-            ValueError: an argument out of its range; the cache is exact, quantized, or made of sizes.
+            ValueError: an argument out of its range; the cache is exact, quantized, or simulated.
             UnsupportedCacheError: a layer's state cannot be in a batch of rows.
             CacheFullError: no room for the tokens to restore.
             RequestTooLargeError: no memory for a prompt, as in begin().
@@ -331,9 +331,9 @@ class PrefixCache:
         return open_group(Room(self._core, capacity), prompts, namespace, priority, segment_bytes, self._about.chats)
 
     def alone(self, *, namespace: str = "", priority: int = 0) -> Solo:
-        """A seat for one request at a time, in a session, with the methods of a Group that decoding calls.
+        """A seat for one request at a time, in a session. It has the methods of a Group that decoding calls.
 
-        For what a group refuses: exact and quantized caches, layers that cannot be in a batch, embeddings.
+        Use it where a group is impossible: exact or quantized caches, layers that cannot be in a batch, embeddings.
         """
         require_namespace(namespace)
         return Solo(self.begin, len(self._core.layout.fresh()), namespace=namespace, priority=priority)
@@ -341,9 +341,9 @@ class PrefixCache:
     def fetch(self, tokens: Any, namespace: str = "", *, keys: Any = None) -> tuple[list[Any], TokenIds]:
         """Restore the longest usable prefix into fresh caches that the caller owns, outside of the budget.
 
-        Returns the caches, at offset len(tokens) - len(remaining), and `remaining`, the int32 ids left to evaluate,
-        never empty. On a miss the caches are empty. In exact mode, prefill in multiples of `step_size`; other results
-        are not those of a cold run.
+        Returns the caches, at offset len(tokens) - len(remaining), and `remaining`: the int32 ids left to evaluate, at
+        least one. On a miss, the caches are empty. In exact mode, prefill in multiples of `step_size`; otherwise the
+        results differ from those of a cold run.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         with self._core.lock:
@@ -352,14 +352,14 @@ class PrefixCache:
     def insert(
         self, tokens: Any, caches: Sequence[Any], namespace: str = "", priority: int = 0, *, keys: Any = None
     ) -> int:
-        """Store the state of foreign caches for `tokens`; copies only what the tree lacks.
+        """Store the state of foreign caches for `tokens`. Copy only what the tree lacks.
 
-        Returns how many of the tokens the tree holds afterwards; none after a quarantined offset.
+        Returns how many of the tokens the tree holds afterwards. Tokens after a quarantined offset are not stored.
 
         Args:
             tokens: the tokens that the caches were made from, in order.
-            caches: mlx-lm caches of the same classes, batch 1. If they hold more than the tokens, they are cut if
-                possible; if less, tokens[:offset] is stored. Recurrent caches must be at the end of the tokens.
+            caches: mlx-lm caches of the same classes, batch 1. If they hold more tokens, the rest is left out if
+                possible; if fewer, tokens[:offset] is stored. Recurrent caches must be at the end of the tokens.
 
         Raises:
             SnapshotError, ValueError: the caches do not fit, nothing was changed; the cache is exact.
@@ -381,10 +381,10 @@ class PrefixCache:
     ) -> int:
         """Protect a stored prefix from eviction until unpin(). Returns the bytes that all pins keep.
 
-        Each pin of a prefix needs its own unpin(). names() lists pins with a `name`; a name that is taken moves to
-        these tokens. A pin with `ttl_requests` ends after that many more requests, one with `ttl_s` after that many
-        seconds, at the next call; with both, it ends with the first. Only clear() and the loss of the state end a pin
-        early. Exact mode keeps whole chunks, and the last chunk only if a longer prompt has stored it.
+        Each pin of a prefix needs its own unpin(). names() lists pins with a `name`. A name that is in use moves to
+        these tokens. A pin ends after `ttl_requests` more requests, or at the first call after `ttl_s` seconds; with
+        both, at the earlier of the two. Only clear() and the loss of the state end a pin sooner. Exact mode keeps whole
+        chunks, and the last chunk only if a longer prompt has stored it.
 
         Raises:
             ValueError: the prefix is not stored whole or is quarantined, or all pins on the ledger would not fit.
@@ -399,7 +399,7 @@ class PrefixCache:
             return pins.nbytes
 
     def unpin(self, tokens: Any = None, namespace: str = "", *, name: str | None = None, keys: Any = None) -> None:
-        """End one pin of exactly these tokens, unnamed pins first, or the pin with that name."""
+        """End one pin of exactly these tokens (an unnamed pin first), or the pin with that name."""
         require_namespace(namespace)
         prompt_keys = None if tokens is None else self._checked(tokens, keys, namespace)[1]
         if (tokens is None) == (name is None):
@@ -437,13 +437,13 @@ class PrefixCache:
     ) -> int:
         """Prefill a prefix ahead of use, so that longer prompts resume at its end with any kind of layers.
 
-        With `name`, `ttl_requests` or `ttl_s` it is pinned, as by pin(). A prefix that is stored already takes no slot;
-        any other prefix counts as a request in stats and traces. In exact mode the prefix ends with its last whole
+        With `name`, `ttl_requests` or `ttl_s` the prefix is pinned, as by pin(). A prefix that is stored takes no slot;
+        any other prefix counts as a request in stats and traces. In exact mode, the prefix ends with its last whole
         chunk. Returns the number of tokens evaluated; 0 if the prefix was stored.
 
         Raises:
-            ValueError: it is quarantined or was found wrong, or it does not fit beside open sessions and pins.
-            CacheBusyError: it has to be evaluated, and every live slot is taken.
+            ValueError: the prefix is quarantined or was found wrong, or does not fit beside open sessions and pins.
+            CacheBusyError: the prefix has to be evaluated, and every live slot is taken.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         require_pin(name, ttl_requests, ttl_s)
@@ -453,19 +453,19 @@ class PrefixCache:
         return warm(self._core, begin, run, prompt, prompt_keys, namespace, terms, step_size, on_progress)
 
     def learn(self, model: Any, draft_model: Any = None) -> None:
-        """Run a few passes of about 270 tokens in all, so that the first request is as fast as the next ones.
+        """Run a few passes, about 270 tokens in total, so that the first request is as fast as the next ones.
 
-        They compile what the model compiles and allocate its buffers. The cache learns what a token takes, and with a
-        store how fast prefill is, to decide what to read. No state is kept, and no request is counted.
+        The passes compile the model and allocate its buffers. The cache learns the bytes per token. With a store, it
+        also learns the prefill speed, to decide what to read. No state is kept, and no request is counted.
 
         Raises:
-            ValueError: `model` is no model, or another one than the cache's.
+            ValueError: `model` is no model, or not the model of the cache.
         """
         layers = len(self._core.layout.fresh())
         self._core.learn(model if draft_model is None else BothModels(model, draft_model, layers))
 
     def make_room(self, nbytes: int) -> bool:
-        """Evict, in the order of a request, until `nbytes` more fit the budget; return whether they fit."""
+        """Evict, in the same order as a request does, until `nbytes` more fit the budget; return whether they fit."""
         nbytes = require_count("nbytes", nbytes, "bytes", least=0)
         with self._core.lock:
             self._core.evictor.tidy_unpinned()
@@ -474,7 +474,7 @@ class PrefixCache:
     def reclaim(self, target_bytes: int, namespace: str | None = None) -> int:
         """Evict until live and paged bytes are at most `target_bytes`, if possible; return the bytes freed.
 
-        With a namespace, only its state counts and goes, in the order of its last use. Live buffers count for the
+        With a namespace, only its state is counted and evicted, least recently used first. Live buffers count for the
         namespace whose prompt they hold.
         """
         target_bytes = require_count("target_bytes", target_bytes, "bytes", least=0)
@@ -486,7 +486,7 @@ class PrefixCache:
             return freed
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drop what no open session uses, pins included, and what explain() remembers; of all namespaces, or of one."""
+        """Drop state that no open session uses, pins, and the memory of explain(): of one namespace; None: of all."""
         require_namespace(namespace or "")
         self._about.chats.clear(namespace)
         with self._core.lock:
@@ -507,22 +507,22 @@ class PrefixCache:
     def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None, chat: Chat | None = None) -> Explanation:
         """Say what begin() would restore of a prompt now, in this thread, and why not more. Changes nothing.
 
-        While all live slots are taken, this describes fetch(). Other namespaces are not searched. With `chat`, of which
-        the tokens were rendered, it names the part that differs from the nearest of the last chats that begin(),
-        Group.admit() and stream_generate() got.
-        ValueError: `chat` without a tokenizer of the cache.
+        While all live slots are taken, this describes fetch(). Other namespaces are not searched. `chat` is what the
+        tokens were rendered from: the result then names the part that differs from the most similar of the last chats
+        that begin(), Group.admit() and stream_generate() got.
+        ValueError: `chat` is given, and the cache has no tokenizer.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         return explanation_of(self._core, prompt, prompt_keys, namespace, self._about, chat)
 
     @property
     def stats(self) -> CacheStats:
-        """What the cache has done and holds, as a frozen CacheStats."""
+        """The counts and bytes of the cache, as a frozen CacheStats."""
         with self._core.lock:
             return stats_of(self._core, self._about)
 
     def snapshot_stats(self, namespace: str | None = None) -> StatsSnapshot:
-        """All metrics at one moment; with a namespace, only sums over the nodes and pins of that namespace."""
+        """All metrics at one moment. With a namespace, only sums over the nodes and pins of this namespace."""
         require_namespace(namespace or "")
         return snapshot_of(self._core, namespace, self._about)
 
@@ -532,7 +532,7 @@ class PrefixCache:
             self._core.check()
 
     def dump(self, tokenizer: Any = None, namespace: str | None = None) -> str:
-        """The whole tree as text, a line per node; with a tokenizer, the text of its edge."""
+        """The whole tree as text, one line per node; with a tokenizer, each line shows the text of the edge."""
         return self.render(namespace=namespace, tokenizer=tokenizer, max_nodes=1 << 62)
 
     def render(
@@ -543,12 +543,12 @@ class PrefixCache:
         Args:
             namespace: show only this namespace, and nothing about others; None: all.
             tokenizer: shows how edges begin and end; by default the cache's own.
-            max_nodes: the most nodes shown; the others are counted at their parents. Default: 200; 50,000 for "html".
+            max_nodes: the most nodes to show; each parent counts its hidden nodes. Default: 200; 50,000 for "html".
         """
         return render_view(self.view(namespace=namespace, tokenizer=tokenizer), format, max_nodes)
 
     def view(self, *, namespace: str | None = None, tokenizer: Any = None) -> TreeView:
-        """A plain description of the tree, from which `render` makes text and pictures; with the same arguments."""
+        """A plain description of the tree, from which `render` makes text and pictures. Arguments as for `render`."""
         require_namespace(namespace or "")
         about = self._about if tokenizer is None else self._about._replace(tokenizer=tokenizer)
         return view_of(self._core, namespace, about)
@@ -578,17 +578,17 @@ def disk_of(
     settings: Settings,
     takes: Callable[[str], bool] | None,
 ) -> Disk:
-    """Stores as one, with the names of this cache's state in them."""
+    """Join the stores into one Disk, with the names that this cache's state has in them."""
     leaves = [leaf for leaf, _ in layout.leaves(layout.fresh())]
     own, *finer = state_identities(leaves, model, identity, exact=settings.exact, stored_bits=layout.stored_bits)
     return Disk(joined(store), own, settings.step_size if settings.exact else 0, takes=takes, finer=finer)
 
 
 def default_budget_bytes(model: Any) -> tuple[int, str]:
-    """A quarter of what the device can spare beside the model, in bytes, and a sentence on where that comes from.
+    """A quarter of the device memory that the model leaves free, in bytes, and a sentence on the source of this number.
 
-    Source: MLX's recommended working set if the device states one (Metal), else the available memory of the system,
-    which already lacks the model.
+    Source: MLX's recommended working set, less the model, if the device states one (Metal). Otherwise the available
+    memory of the system, which already excludes the model.
     """
     working_set = int(mx.device_info().get("max_recommended_working_set_size", 0))
     if not working_set:
@@ -603,7 +603,7 @@ def analytic_cost(model: Any) -> CostModel:
     layers, width = getattr(args, "num_hidden_layers", None), getattr(args, "hidden_size", None)
     if not isinstance(layers, int) or not isinstance(width, int):
         return CostModel()
-    # As if float32: that changes only the unit's scale, and policies compare costs within one cache.
+    # Assume float32: this only scales the unit, and policies compare costs only within one cache.
     return CostModel.analytic(parameters=max(1, _parameter_bytes(model) // 4), layers=layers, hidden_size=width)
 
 
@@ -615,5 +615,5 @@ def _parameter_bytes(model: Any) -> int:
 
 
 def chats_of(cache: PrefixCache) -> ChatLog:
-    """The last chats that a cache was given. A server adds its own, as it names changes on another thread."""
+    """The last chats that a cache was given. A server adds chats itself, as it names changes on another thread."""
     return cache._about.chats

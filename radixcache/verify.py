@@ -1,26 +1,26 @@
-"""Verifier: prefill a seeded share of the resumed requests cold, and compare the restored state with the cold one.
+"""Verifier: prefill a random share of the resumed requests cold, and compare the restored state with the cold state.
 
-    begin            the request is drawn, or not
-    first pass       cold: [0, resume) | compare every layer | [resume, end of the prompt) -> logits; then it is freed
+    begin            decide at random whether to check the request
+    first pass       cold: [0, resume) | compare every layer | [resume, end of the prompt) -> logits; then free all
                      live: stands at `resume` and is only read
-    last token       the live logits of the prompt's last token are compared with the cold ones
+    last token       the live logits of the prompt's last token are compared with the cold logits
 
 After a mismatch the session quarantines the path, empties the live caches and begins again at offset 0. Its answers are
-then equal, bit by bit, to those of a session that found nothing. The cold state counts against the budget. If it does
-not fit, the check is skipped.
+then equal, bit by bit, to those of a session after a miss. The cold state counts against the budget. If the cold state
+does not fit, the check is skipped.
 
 Rows of a group are drawn too, and have two checks: see groups/checks.py.
 
 Also skipped: state from fetch(), requests whose `keys` are not their token ids, wrapped windows with `keep` (their
-content depends on the lengths of forward passes), and sessions whose loop called the model before prefill() or step().
-If a loop takes over after prefill(), the state is compared and the logits are not.
+content depends on the lengths of forward passes), and sessions whose caller ran the model before prefill() or step().
+If the caller runs the model itself after prefill(), the state is compared and the logits are not.
 
 `compare_states` compares span layers row by row over [0, end), windows by the rows that they read, in order of time,
-and other point layers as a whole. An error is the largest difference over the largest magnitude in the same cold array;
-different offsets or shapes are an infinite error. Small errors are rounding, since restored and cold state come from
-forward passes of different lengths. With `stored_bits`, a model with experts picks others for some tokens: a few wrong
-rows are no mismatch then. Not compared: integer arrays of unknown classes, and leaves that the model does not write.
-Everything is reduced on the device, a number of rows at a time, without handles on live buffers.
+and other point layers as a whole. An error is the largest difference, divided by the largest magnitude in the same cold
+array. Different offsets or shapes are an infinite error. Small errors are rounding: the two states come from forward
+passes of different lengths. With `stored_bits`, a model with experts may pick other experts for some tokens, so a few
+wrong rows are no mismatch. Not compared: integer arrays of unknown classes, and leaves that the model does not write.
+All work runs on the device, in batches of rows, and keeps no reference to live buffers.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from radixcache.ledger import Lock
 from radixcache.tokens import Keys, TokenIds
 from radixcache.tree.history import QUARANTINED, Events
 
-#: Rows of a span layer that are compared at a time.
+#: How many rows of a span layer are compared at a time.
 ROWS = 1024
-#: Mismatches that are recorded with all that is needed to reproduce them.
+#: How many of the last mismatches are kept, each with all data to reproduce it.
 RECORDED_MISMATCHES = 16
-#: The least scale of an array, as a share of the largest magnitude in its leaf: a smaller array may be all rounding.
+#: The smallest scale of an array, relative to the largest magnitude in its leaf. Smaller arrays may be only rounding.
 LEAST_SHARE = 1e-4
 
 
@@ -65,10 +65,10 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The error of one array of a leaf, or of its offset or shape (array -1); for logits the layer is -1.
+    """The error of one array of a leaf, or of the leaf's offset or shape (array -1). For logits the layer is -1.
 
-    `error` is the largest difference over the largest magnitude of the cold array; `row_errors` are those of the rows
-    of a span layer or a window.
+    `error` is the largest difference, divided by the largest magnitude of the cold array. `row_errors` has this error
+    for each row of a span layer or a window.
     """
 
     part: Part
@@ -86,9 +86,9 @@ class Difference:
 def compare_states(
     layout: Layout, restored: Sequence[Any], cold: Sequence[Any], end: int, offsets: Sequence[int | None]
 ) -> list[Difference]:
-    """Compare all leaves of a restored live cache with those of a cold one; both stand at offset `end`.
+    """Compare all leaves of restored live caches with the leaves of cold caches. Both stand at offset `end`.
 
-    `offsets` are those of the restored leaves, in order, at the time when they were restored.
+    `offsets`: the offset of each restored leaf, in order, when the leaf was restored.
     """
     differences: list[Difference] = []
     pairs = zip(layout.leaves(restored), layout.leaves(cold), offsets, strict=True)
@@ -110,7 +110,7 @@ def compare_states(
 
 
 def compare_logits(restored: mx.array, cold: mx.array) -> Difference:
-    """Compare logits (V,) after a restored state with those after a cold one."""
+    """Compare the logits (V,) that follow restored state with the logits that follow cold state."""
     if restored.shape != cold.shape:
         return Difference(Part.LOGITS, -1, "", 0)
     errors, magnitude = _reduce(restored[None, None], cold[None, None], axes=(0, 1, 2))
@@ -189,7 +189,7 @@ def _point_arrays(cache: Any, adapter: Adapter, end: int) -> list[mx.array]:
 
 
 def _reduce(ours: mx.array, theirs: mx.array, axes: tuple[int, ...] | None = None) -> tuple[mx.array, mx.array]:
-    """The largest difference over `axes` (None: all), infinite if one side is NaN; the largest finite magnitude."""
+    """The largest difference over `axes` (None: all; infinite if one side is NaN), and the largest finite magnitude."""
     if ours.size == 0:
         return mx.array(0.0), mx.array(0.0)
     if not mx.issubdtype(ours.dtype, mx.floating):
@@ -216,17 +216,17 @@ class Mismatch:
 
     Attributes:
         namespace, tick: of the request.
-        tokens: int32 token ids of the prompt. Of a row that was compared at its end, also of the reply so far.
-        resume_offset: the offset at which the request resumed. Of a row that was compared at its end, that end.
+        tokens: int32 token ids of the prompt; for a row that was compared at its end, also of the reply so far.
+        resume_offset: the offset at which the request resumed; for a row that was compared at its end, this end.
         step_size: tokens per forward pass of both prefills.
         part: what differed: "offset", "shape", "rows" (full attention), "window", "point" (recurrent) or "logits".
-        layer, cache_class: index and class of the first cache object that differed; -1 for the logits. Layers without a
-            cache do not count, and the caches of a list count one by one.
+        layer, cache_class: index and class of the first cache object that differed; -1 for the logits. The index skips
+            layers without a cache, and counts each cache of a list.
         array: index of the array in that cache object; -1 for an offset.
-        row: the first token whose state differed in a layer of full attention; None if none differed there.
-        error: largest difference over the largest magnitude in the same cold array.
+        row: the first token whose state differed in a layer of full attention; None: no such token.
+        error: the largest difference, divided by the largest magnitude in the same cold array.
         tolerance: the largest accepted error.
-        quarantined_from: the first offset of the path that was quarantined.
+        quarantined_from: the first quarantined offset of the path.
         seed: verify_seed of the cache.
     """
 
@@ -255,9 +255,9 @@ class Mismatch:
 
 
 class Finding(NamedTuple):
-    """Wrong state: all that begins with the first `length` tokens of the prompt, from offset `start` on.
+    """Wrong state: all paths that begin with the first `length` tokens of the prompt, from offset `start` on.
 
-    `start=None`: from the beginning of the node where these tokens end; with `is_branch`, from that of their branch.
+    `start=None`: from the start of the node where these tokens end. `is_branch`: from the start of their branch.
     `Verifier.record` fills in the mismatch's namespace, tick and `quarantined_from`.
     """
 
@@ -274,8 +274,8 @@ Book = Callable[[int], bool]
 class Verifier:
     """Draws requests, counts checks and records mismatches, for one cache.
 
-    `verified` requests were compared; `skipped` ones were drawn and could not be compared. `largest_error` is the
-    largest relative error of all comparisons.
+    `verified` counts requests that were compared, `skipped` requests that were drawn but could not be compared.
+    `largest_error` is the largest relative error of all comparisons.
     """
 
     def __init__(self, share: float, seed: int, lock: Lock, events: Events) -> None:
@@ -288,21 +288,21 @@ class Verifier:
         self._warned: set[str] = set()
 
     def is_drawn(self) -> bool:
-        """Decide whether to check a request."""
+        """Decide at random whether to check a request."""
         return bool(self._share) and self._random.random() < self._share
 
     def pass_over(self) -> None:
-        """Count a restored request that cannot be compared as skipped, if it is drawn."""
+        """Draw a restored request that cannot be compared. If it is drawn, count it as skipped."""
         self.skipped += self.is_drawn()
 
     def count(self, differences: Sequence[Difference], *, is_request: bool) -> None:
-        """Count a comparison; `is_request`: with it, one more request is verified."""
+        """Count a comparison. `is_request`: also count one more verified request."""
         with self._lock:
             self.verified += is_request
             self.largest_error = max((self.largest_error, *(d.error for d in differences)))
 
     def record(self, found: Mismatch, namespace: str, tick: int, start: int) -> Mismatch:
-        """Count and record a mismatch of a request, quarantined from `start` on; the caller holds the lock."""
+        """Count and record a mismatch, after a quarantine from `start` on. The caller holds the lock."""
         mismatch = replace(found, namespace=namespace, tick=tick, quarantined_from=start)
         self.mismatch_count += 1
         self.mismatches.append(mismatch)
@@ -315,7 +315,7 @@ class Verifier:
         self._warn_once("mismatch", f"{mismatch}. {what}", 6)
 
     def warn_of_failure(self, error: Exception) -> None:
-        """Warn of the first check that failed for another reason than lack of memory."""
+        """Warn of a check that failed, once. Not for a lack of memory."""
         what = "The request is served from the restored state, without verification."
         self._warn_once("failure", f"verification failed with {describe(error)}. {what}", 5)
 
@@ -326,11 +326,11 @@ class Verifier:
 
 
 class Check:
-    """A check of one request: of its `caches` at offset `resume`, and of the logits of a token of its prompt.
+    """One check of a request: compare its `caches` at offset `resume`, and the logits of one token of its prompt.
 
     Args:
-        logits_at: the index of that token; None: the last one.
-        is_part: the request has other checks, and its owner counts it.
+        logits_at: the index of this token; None: the last token.
+        is_part: the request has other checks too, and the owner of the checks counts the request.
     """
 
     def __init__(
@@ -356,10 +356,10 @@ class Check:
     def run(
         self, model: Any, keys: Keys, caches: Sequence[Any], step_size: int, book: Book, is_untouched: bool
     ) -> Finding | None:
-        """Compare the restored state with a cold run; None: nothing is wrong, or nothing could be compared.
+        """Compare the restored state with a cold run. None: nothing is wrong, or nothing could be compared.
 
-        A failure of the cold run counts as skipped; the first one that does not come from MLX gives a warning. `caches`
-        are only read; `is_untouched`: no forward pass has used them since they were restored.
+        If the cold run fails, the check counts as skipped. The first failure that does not come from MLX gives a
+        warning. `caches` are only read. `is_untouched`: no forward pass has used `caches` since they were restored.
         """
         self.is_pending = False
         self._step_size = step_size
@@ -380,9 +380,9 @@ class Check:
         return self._finding([each for each in differences if self._is_wrong(each)])
 
     def compare_last(self, logits: mx.array, start: int) -> Finding | None:
-        """Compare the logits of the token; waits for them.
+        """Compare the logits of the token at `logits_at`. Waits for the logits.
 
-        `logits` (1, T, V) are those of the tokens from `start` on. None: they agree, do not reach the token, or were
+        `logits`: (1, T, V), of the tokens from `start` on. None: the logits agree, do not include this token, or were
         compared before.
         """
         index = self._logits_at - start
@@ -394,13 +394,13 @@ class Check:
         return self._finding([difference]) if self._is_wrong(difference) else None
 
     def close(self) -> None:
-        """Count a check that was not made as skipped."""
+        """End the check. If it was not made, count it as skipped."""
         if not self.was_made:
             self.verifier.skipped += 1
         self.is_pending, self.was_made, self.cold_logits = False, True, None
 
     def _run_cold(self, model: Any, restored: Sequence[Any], book: Book) -> list[Difference]:
-        """Prefill the prompt cold and return all differences; if none is an error, store the token's logits."""
+        """Prefill the prompt cold and return all differences. If none is a mismatch, keep the logits of the token."""
         prompt, caches, position = self._prompt, self._layout.fresh(), 0
         cold_logits: mx.array | None = None
         differences: list[Difference] = []
@@ -431,11 +431,11 @@ class Check:
         return differences
 
     def _is_wrong(self, difference: Difference) -> bool:
-        """Whether an error is more than rounding explains, and other experts because of it."""
+        """Whether an error is too large for rounding, and for the choice of other experts that rounding causes."""
         errors = difference.row_errors
         if not self._has_experts or difference.error <= self._tolerance:
             return difference.error > self._tolerance
-        if errors is None or difference.error > 2 * PICKED_TOLERANCE:  # more than any other token's
+        if errors is None or difference.error > 2 * PICKED_TOLERANCE:  # larger than the error of any other token
             return difference.error > max(self._tolerance, PICKED_TOLERANCE)
         compared = len(errors) if difference.part is Part.ROWS else np.count_nonzero(errors)
         return int(np.count_nonzero(errors > self._tolerance)) > max(1, compared * PICKED_ROWS)
@@ -466,7 +466,7 @@ class Check:
         length, start, is_branch = self._resume, None if first.part is not Part.LOGITS else 0, False
         if row is not None and all(each.part in (Part.ROWS, Part.WINDOW) for each in wrong):
             length, start = row + 1, row
-            # State in front of a window was not compared and may be wrong.
+            # State before a window was not compared and may be wrong.
             is_branch = any(each.part is Part.WINDOW for each in wrong)
         request = ("", 0, self._prompt.copy(), self._resume, self._step_size)
         where = (first.part, first.layer, first.cache_class, first.array, row)

@@ -1,35 +1,35 @@
-"""The byte budget: whether bytes fit, and eviction, so that they do.
+"""The byte budget: check whether bytes fit, and evict to make room.
 
-ByteBudget: whether bytes fit. Only this file weighs a need against the budget, pins, limits and the device.
+ByteBudget: checks whether bytes fit. Only this file compares a need with the budget, pins, limits and device memory.
 
     who asks    may take
-    cache       what is free now, beside all that is leaving
+    cache       what is free now, after all LEAVING nodes are paged out
     eviction    also what eviction can free
-    rows        also, beyond the budget, what the device can spare
+    rows        also free device memory beyond the budget
     request     the same, up to `max_request_bytes`
-    alone       the same, if no other request ran
+    alone       the same, as if no other request were running
 
 The Evictor frees bytes, and the Ledger counts them. Callers hold the lock.
 
-Evictor: makes room under the byte budget, in a fixed order and with as little loss as it can.
+Evictor: makes room under the byte budget, in a fixed order that loses as little as possible.
 
-    1  snapshots of LIVE nodes         duplicates: the buffers hold the same; not if a row reads them in place
+    1  snapshots of LIVE nodes         duplicates, as the buffers hold the same; not if a row reads them in place
     2  spare capacity of live buffers  buffer room that no token uses
-    3  tokens of windows               those that no checkpoint needs, before each of the next steps; then checkpoints
-                                       that were taken for the distance alone and are not worth their bytes
-    4  too long a path                 if an idle live path alone is over the budget, it is paged out, if that takes
-                                       fewer bytes, or cut back to a checkpoint
-    5  the policy's victims            leaves by their tail, 256 tokens at a time; checkpoints of single-child nodes
-    6  an idle slot among several      the common prefix that it holds once more; its own nodes become PAGED
-    7  the tail of an idle live path   its nodes are cut, its buffers shrink; or it is paged out, as in 4
+    3  window tokens                   those that no checkpoint needs, before each later step; then interval
+                                       checkpoints that are not worth their bytes
+    4  a path over the budget          an idle live path that alone exceeds the budget is paged out, if that takes
+                                       fewer bytes; else it is cut back to a checkpoint
+    5  the policy's victims            the tail of a leaf, 256 tokens at a time; the checkpoint of a single-child node
+    6  an idle slot among several      frees its copy of a prefix that another slot holds; its own nodes become PAGED
+    7  the tail of an idle live path   its nodes are cut and its buffers shrink; or it is paged out, as in 4
     8  other caches on the same ledger
 
-An idle slot that was used less recently than the policy's victim goes before that victim: slots must not shield unused
-state from the policy. What an open session uses, and what is pinned, never goes. LEAVING nodes count as if they were
-paged out already, so what would be evicted at once is dropped without the copy.
+An idle slot that was used less recently than the policy's victim goes before that victim: slots must not protect unused
+state from the policy. State that is pinned or used by an open session is never evicted. LEAVING nodes count as paged
+out, so a node that would be evicted at once is dropped without a copy.
 
-GuardedPolicy: an eviction policy of the user's, whose mistakes do not break the bookkeeping. At the first hook that
-raises, or the first victim that must not go, its entries are filed anew under LRU, and LRU serves from then on.
+GuardedPolicy: wraps a user's eviction policy, so that its errors do not break the bookkeeping. LRU takes over all
+entries after the first hook that raises, or the first victim that must not be evicted.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from radixcache.paging.pins import Pins
 from radixcache.paging.resume import LivePath, Slots
 from radixcache.tree.state_tree import StateNode, StateTree
 
-#: Who asks; not an Enum, whose members take longer to look up than the rest of `ByteBudget.fits`.
+#: Who asks. Not an Enum: looking up its members takes longer than the rest of `ByteBudget.fits`.
 Who = Literal["cache", "eviction", "rows", "request", "alone"]
 
 
 class Fit(NamedTuple):
-    """How many bytes are to spare, below 0: missing; and the error for a request that they are missing to."""
+    """How many bytes are left, negative if bytes are missing. `refusal`: then the error, if a request asked."""
 
     spare_bytes: int
     refusal: RequestTooLargeError | None = None
@@ -70,16 +70,16 @@ class Fit(NamedTuple):
 
 
 class ByteBudget:
-    """What one cache may hold, beside the other caches on its ledger."""
+    """The bytes that one cache may hold, next to the other caches on its ledger."""
 
     def __init__(self, layout: AnyLayout, states: StateTree, slots: Slots, most_bytes: int | None) -> None:
-        """`most_bytes`: of the live state of one request."""
+        """`most_bytes`: the most that the live state of one request may take; None: no limit."""
         self.layout, self._states, self._slots = layout, states, slots
         self._account, self._ledger = states.account, states.account.ledger
         self._most_bytes = most_bytes
 
     def fits(self, need_bytes: int, held_bytes: int = 0, who: Who = "cache") -> Fit:
-        """Whether `need_bytes`, of which `held_bytes` are held already, fit; evicts nothing."""
+        """Whether `need_bytes` fit, of which `held_bytes` are held already. Evict nothing."""
         ledger, more_bytes = self._ledger, need_bytes - held_bytes
         most_bytes = self._most_bytes
         if most_bytes is not None and need_bytes > most_bytes and who in ("request", "alone"):
@@ -101,22 +101,22 @@ class ByteBudget:
         return _short(need_bytes, held_bytes + available_bytes)
 
     def over_bytes(self, need_bytes: int = 0) -> int:
-        """Bytes that must go before `need_bytes` more, and all that is leaving, fit the budget."""
-        ledger = self._ledger  # called very often: `fits` for CACHE, without its Fit
+        """Bytes to evict so that `need_bytes` more, and the snapshots of all LEAVING nodes, fit the budget."""
+        ledger = self._ledger  # called very often, so this is `fits` for "cache" without a Fit
         over_bytes = ledger.total_bytes + need_bytes + self._states.leaving_bytes - ledger.budget_bytes
         return over_bytes if over_bytes > 0 else 0
 
     def can_keep(self, nbytes: int) -> bool:
-        """Whether one request may leave so many bytes, if everything else goes."""
+        """Whether `nbytes` of one request fit the budget if everything else is evicted."""
         return nbytes <= self._ledger.budget_bytes
 
     def kept_tokens(self, prompt_tokens: int) -> int:
-        """How many tokens of a prompt the budget can keep, with a checkpoint at their end; 0: all, or not known."""
+        """How many tokens of a prompt fit the budget, with a checkpoint at their end; 0: all, or unknown."""
         token_bytes = self.layout.token_bytes
         if not token_bytes:
             return 0
         point_bytes = self.layout.request_bytes(prompt_tokens) - prompt_tokens * token_bytes
-        # Twice the point state: it is live, too. Buffers have room for one token more.
+        # Point state counts twice: in the checkpoint and live. Buffers have room for one more token.
         kept = (self._ledger.budget_bytes - 2 * point_bytes) // token_bytes - 1
         return max(kept, 0) if kept < prompt_tokens else 0
 
@@ -133,10 +133,10 @@ class ByteBudget:
                 continue
             nbytes += 0 if state.checkpoint is None else state.checkpoint.nbytes
             nbytes += self._states.windows.needed_bytes(kept)
-            while node.parent is not None and id(node) not in counted:  # what is above it stays as well
+            while node.parent is not None and id(node) not in counted:  # nodes above a kept node stay too
                 counted.add(id(node))
                 state = node.payload
-                if state.readers or not state.live_mask & ~in_idle:  # else it is in the buffers of an open session
+                if state.readers or not state.live_mask & ~in_idle:  # else buffers of an open session hold it
                     stored_bytes = (node.end - node.start) * self.layout.stored_token_bytes
                     nbytes += stored_bytes if state.spans is None else state.spans.nbytes
                 node = node.parent
@@ -144,7 +144,7 @@ class ByteBudget:
 
 
 def _short(need_bytes: int, available_bytes: int, *, is_limit: bool = False) -> Fit:
-    """A Fit of a request that may have so many bytes."""
+    """The Fit of a request that may take `available_bytes`."""
     spare_bytes = available_bytes - need_bytes
     refusal = RequestTooLargeError(need_bytes, available_bytes, is_limit) if spare_bytes < 0 else None
     return Fit(spare_bytes, refusal)
@@ -155,9 +155,9 @@ OWN: tuple[object, ...] = (*POLICIES.values(), *OFFLINE_POLICIES.values())
 
 
 class Evictor:
-    """Eviction for one cache; beyond `checkpoint_budget_bytes` interval checkpoints are thinned.
+    """Eviction for one cache. If checkpoints exceed `checkpoint_budget_bytes`, interval checkpoints are thinned.
 
-    `evictions` and the `evicted_bytes` that they freed are counted.
+    `evictions` counts the evictions, and `evicted_bytes` the bytes that they freed.
     """
 
     def __init__(
@@ -175,21 +175,21 @@ class Evictor:
         self._ledger = states.account.ledger
         self.checkpoint_budget_bytes = checkpoint_budget_bytes
         self._trim_tokens = trim_tokens
-        # A policy may rank the keys of one edge differently: then its tail goes one step at a time.
+        # If the policy may rank the keys of one edge differently, a leaf loses its tail one step at a time.
         self._steps_singly = not getattr(states.policy, "ranks_whole_edges", True)
         #: Nodes that are being paged in: their snapshots stay, even if they are duplicates.
         self.spared: Sequence[StateNode] = ()
         self.evictions = self.evicted_bytes = 0
 
     def enforce_budget(self, *, thins: bool = True) -> None:
-        """Drop what pins no longer hold, and enforce the checkpoint cap (unless told not to) and the budget."""
+        """Tidy nodes that are no longer pinned; then enforce the checkpoint cap (if `thins`) and the budget."""
         self.tidy_unpinned()
         if thins and self._account.checkpoint_bytes:
             self.thin_checkpoints()
         self.make_room()
 
     def tidy_unpinned(self) -> None:
-        """End pins whose seconds are over, and join or drop nodes whose pins have ended."""
+        """End pins whose time is over, and join or remove the nodes whose pins have ended."""
         pins = self._pins
         if pins.next_end_s is not None:
             pins.end_expired()
@@ -198,7 +198,7 @@ class Evictor:
                 self.tidy(node)
 
     def make_room(self, need_bytes: int = 0) -> bool:
-        """Evict until `need_bytes` more fit the budget; False: they do not fit with everything evictable gone."""
+        """Evict until `need_bytes` more fit the budget; False: they do not fit, and nothing evictable is left."""
         if not self._over_bytes(need_bytes):
             return True
         over_bytes = self._evict_while(lambda: self._over_bytes(need_bytes))
@@ -214,7 +214,7 @@ class Evictor:
     def shrink_to(self, target_bytes: int, namespace: str | None = None) -> int:
         """Evict until this cache holds at most `target_bytes` or nothing evictable is left; returns the bytes freed.
 
-        With a namespace, only its state counts and goes.
+        With a namespace, only state of this namespace is counted and evicted.
         """
         if namespace is not None:
             return self._shrink_namespace(namespace, target_bytes)
@@ -223,7 +223,7 @@ class Evictor:
         return before - self._held_bytes()
 
     def drop_namespace(self, namespace: str) -> None:
-        """Drop the state of a namespace that nothing keeps."""
+        """Drop the state of a namespace, except kept state."""
         for path in self._idle():
             if path.tip is not None and path.tip.namespace == namespace:
                 self._slots.lose(path)
@@ -235,7 +235,7 @@ class Evictor:
                 self.tidy(node)
 
     def _shrink_namespace(self, namespace: str, target_bytes: int) -> int:
-        """Its leaves go in the order of their last use, whatever the policy, which orders all namespaces together."""
+        """Evict the namespace's leaves, least recently used first. The policy is not asked: it ranks all namespaces."""
         before, excess_bytes = self._held_bytes(), self._namespace_bytes(namespace) - target_bytes
         leaves: list[tuple[int, int, int, StateNode]] = []
 
@@ -261,7 +261,7 @@ class Evictor:
                 self.empty_slot(path, lambda: 0)
             else:
                 if leaf.payload is not None and leaf.payload.live:
-                    continue  # An open session stands on it.
+                    continue  # An open session uses this leaf.
                 if leaf.payload is not None and over():
                     self._cut_leaf(leaf, over())
             add(leaf)
@@ -270,7 +270,7 @@ class Evictor:
         return before - self._held_bytes()
 
     def _cut_leaf(self, leaf: StateNode, want_bytes: int) -> None:
-        """Cut so many bytes off a leaf that is not live, or remove it."""
+        """Cut `want_bytes` off a leaf that is not live, or remove the leaf."""
         before, cuts = self._held_bytes(), self._cuts(leaf, want_bytes)
         try:
             if cuts:
@@ -279,11 +279,11 @@ class Evictor:
             else:
                 self.tidy(self._states.remove(leaf))
         except NATIVE_ERRORS:
-            self.tidy(self._states.remove(leaf))  # No memory even for the cut: all of it goes.
+            self.tidy(self._states.remove(leaf))  # There is no memory even for the cut, so remove the whole leaf.
         self._count(before)
 
     def _namespace_bytes(self, namespace: str) -> int:
-        """Bytes of its nodes, and of the live buffers that stand in it."""
+        """Bytes of the namespace's nodes, and of the live buffers that hold its tokens."""
         nbytes = sum(node.payload.entry.weight_bytes for node in self._states.tree.nodes(namespace))
         for path in self._slots.paths:
             owner = path.tip if path.tenant is None else path.tenant
@@ -294,7 +294,7 @@ class Evictor:
         self.shrink_to(self._held_bytes() // 2)
 
     def _evict_while(self, over: Callable[[], int]) -> int:
-        """Take steps 1 to 7 while `over()` is not 0; returns what it is in the end."""
+        """Take steps 1 to 7 while `over()` is not 0. Return the last value of `over()`."""
         if self._states.duplicate_bytes:
             self._drop_duplicates(over)
         self._drop_spare(over)
@@ -303,7 +303,7 @@ class Evictor:
         return over_bytes
 
     def _give_way(self, over: Callable[[], int], over_bytes: int) -> bool:
-        """Take the next step of 3 to 7 to free `over_bytes`, as `over` says now; False: there is none."""
+        """Take the first of steps 3 to 7 that frees bytes; `over_bytes` is the value of `over()`. False: none does."""
         has_points, is_smaller = self._layout.has_points, self._layout.is_smaller_at_rest
         return (
             (has_points and self._states.windows.drop_unneeded(over))
@@ -316,7 +316,7 @@ class Evictor:
         )
 
     def _stale_path(self) -> LivePath | None:
-        """The idle one of several slots that was used longest ago, if that is before the policy's victim was."""
+        """The least recently used idle slot, if the policy's victim was used more recently."""
         idle = [path for path in self._idle() if path.tip is not None]
         victim = self._states.victim() if idle else None
         if victim is None:
@@ -327,12 +327,12 @@ class Evictor:
         return idle[0] if idle[0].used < entry.last_used else None
 
     def _sharing_path(self) -> LivePath | None:
-        """The idle slot, used longest ago, whose path begins with what another slot holds too."""
+        """The least recently used idle slot that holds a prefix which another slot holds too."""
         own_masks = ((path, 1 << path.slot) for path in self._idle())
         return next((path for path, own in own_masks if any(n.payload.live_mask != own for n in path.nodes())), None)
 
     def empty_slot(self, path: LivePath | None, over: Callable[[], int]) -> bool:
-        """Page out what only this idle slot has and the policy would not evict, and empty it. False: no slot."""
+        """Empty an idle slot: page out the nodes that only it holds, unless the policy evicts them. False: no slot."""
         if path is None:
             return False
         nodes = path.nodes()
@@ -347,14 +347,14 @@ class Evictor:
         return True
 
     def thin_checkpoints(self) -> None:
-        """Bring checkpoints under their cap: interval ones go first; branch points, marks and the newest stay."""
+        """Bring checkpoints under their cap: drop interval checkpoints; keep branch points, marks and the newest."""
         while self._over_cap() and (
             self._states.windows.drop_unneeded(self._over_cap) or self._drop_checkpoint(self._states.thinning.first())
         ):
             pass
 
     def evict_one(self, want_bytes: int) -> bool:
-        """Evict the policy's victim: of a long leaf only as much of its tail as `want_bytes` takes."""
+        """Evict the policy's victim. A long leaf loses only as much of its tail as frees `want_bytes`."""
         victim = self._states.victim()
         if victim is None:
             return False
@@ -368,12 +368,12 @@ class Evictor:
             else:
                 self.tidy(self._states.remove(node))
         except NATIVE_ERRORS:
-            self.tidy(self._states.remove(node))  # No memory even for the cut: all of it goes.
+            self.tidy(self._states.remove(node))  # There is no memory even for the cut, so remove the whole leaf.
         self._count(before)
         return True
 
     def tidy(self, node: StateNode) -> None:
-        """Remove a node on which nothing can resume any more, else join it with its neighbours if possible."""
+        """Remove a node on which no request can resume any more. Otherwise join it with its neighbours if possible."""
         while node.parent is not None and self._states.is_useless(node):
             node = self._states.remove(node)
         self._states.coalesce_path(node)
@@ -382,7 +382,7 @@ class Evictor:
         return max(0, self._account.checkpoint_bytes - self.checkpoint_budget_bytes)
 
     def _cuts(self, leaf: StateNode, want_bytes: int) -> Sequence[int]:
-        """Where to cut a leaf to free so many bytes, the deepest first; empty: all of it goes."""
+        """Offsets at which to cut a leaf to free `want_bytes`, deepest first; empty: remove the whole leaf."""
         weight_bytes, length = leaf.payload.entry.weight_bytes, leaf.end - leaf.start
         if self._layout.has_points or weight_bytes == 0:
             return ()
@@ -394,7 +394,7 @@ class Evictor:
         return (cut,) if cut > leaf.start else ()
 
     def _drop_checkpoint(self, node: StateNode | None) -> bool:
-        """Drop a node's checkpoint. False: there is no node."""
+        """Drop a node's checkpoint. False: `node` is None."""
         if node is None:
             return False
         before = self._held_bytes()
@@ -419,20 +419,20 @@ class Evictor:
                 path.shrink(path.offset)
 
     def _shorten(self, over: Callable[[], int], want_bytes: int) -> bool:
-        """Page out an idle live path that alone is over the budget, or cut it back: nothing else would help."""
+        """Page out or cut back an idle live path that alone exceeds the budget; no other step would help."""
         for path in self._idle():
-            # Twice the point state: a checkpoint holds it, too.
+            # Point state counts twice: a checkpoint holds it too.
             nbytes = 2 * path.booking.live_bytes - path.offset * self._layout.token_bytes
             if not self.budget.can_keep(nbytes) and self._page_out_or_cut(path, over, want_bytes):
                 return True
         return False
 
     def _cut_idle_tail(self, over: Callable[[], int], want_bytes: int) -> bool:
-        """Cut one node, or its tail, off an idle live path, or page it out; False: there is none."""
+        """Cut one node, or its tail, off an idle live path, or page the path out. False: no path allows it."""
         return any(self._page_out_or_cut(path, over, want_bytes) for path in self._idle())
 
     def _page_out_or_cut(self, path: LivePath, over: Callable[[], int], want_bytes: int) -> bool:
-        """Page an idle live path out if that takes fewer bytes or its end must stay; else cut its tail."""
+        """Page out an idle live path if that takes fewer bytes, or if its end must stay. Otherwise cut its tail."""
         tip, layout = path.tip, self._layout
         # Point layers have their state in a checkpoint, too.
         is_twice = tip is not None and (tip.payload.readers or (layout.has_points and tip.payload.is_kept))
@@ -461,7 +461,7 @@ class Evictor:
         return True
 
     def _cut_target(self, path: LivePath, tip: StateNode, want_bytes: int) -> tuple[int | None, Checkpoint | None]:
-        """Where to cut a live path back to: with point layers a checkpoint, else anywhere on the tip."""
+        """The offset to cut a live path back to: a checkpoint with point layers, else any on the tip; None: no cut."""
         if not self._layout.has_points:
             tokens = -(-want_bytes // max(1, self._layout.token_bytes))
             cut = (tip.end - tokens) // self._trim_tokens * self._trim_tokens
@@ -477,7 +477,7 @@ class Evictor:
         return 0, None
 
     def _idle(self) -> list[LivePath]:
-        """Slots without an open session, the one used longest ago first."""
+        """Slots without an open session, least recently used first."""
         idle = [path for path in self._slots.paths if not path.is_open]
         return sorted(idle, key=lambda path: path.used) if len(idle) > 1 else idle
 
@@ -485,18 +485,18 @@ class Evictor:
         return self._account.total_bytes + self._states.leaving_bytes
 
     def _count(self, before_bytes: int) -> None:
-        """Count an eviction, in front of which the cache held so many bytes."""
+        """Count an eviction. `before_bytes`: what the cache held before it."""
         self.evictions += 1
         self.evicted_bytes += before_bytes - self._held_bytes()
 
 
 def guard_policy(policy: EvictionPolicy, lock: Lock) -> EvictionPolicy:
-    """A policy of the user's whose errors are raised by the public call that met them, when the lock is free."""
+    """Wrap a user's policy: the public call during which it fails raises the error, after the lock is released."""
     return policy if type(policy) in OWN else GuardedPolicy(policy, lock)
 
 
 class GuardedPolicy:
-    """Forwards every hook to a policy until it fails, then to LRU."""
+    """Forwards every hook to a policy until the policy fails, and to LRU after that."""
 
     def __init__(self, policy: EvictionPolicy, lock: Lock) -> None:
         self._policy, self._lock = policy, lock

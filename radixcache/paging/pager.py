@@ -1,15 +1,15 @@
-"""Pager: moves a live path to another place of the tree, and writes evaluated sequences into the tree.
+"""Pager: moves a live path to another place in the tree, and stores evaluated sequences in the tree.
 
-    leave      nodes behind the common prefix stop being live; what is nowhere else is LEAVING
-    room       evict until the page-outs and the grown buffers fit; what is evicted while LEAVING is never copied
-    page out   copy what is left of LEAVING out of the buffers
-    rewind     span layers by their offset; point layers along with it, or later from a checkpoint
-    page in    write the new path's spans behind the common prefix, in place
+    leave      nodes after the common prefix stop being live; those that exist nowhere else are LEAVING
+    room       evict until page-outs and larger buffers fit; a node that is evicted while LEAVING is never copied
+    page out   copy the remaining LEAVING nodes out of the buffers
+    rewind     move span layers back; point layers move back too, or are restored later from a checkpoint
+    page in    copy the spans of the new path into the buffers, after the common prefix
 
-Spans come from a node's snapshot, or a part at a time out of the buffers of another slot where the node is live.
+Spans come from a node's snapshot, or piece by piece from the buffers of another slot in which the node is live.
 
-A session's tokens become LIVE without a copy. Of foreign caches only what the tree lacks is copied. Groups copy
-out of their rows' tails themselves and call `put`.
+A session's tokens become LIVE without a copy. From foreign caches, only what the tree lacks is copied. Groups copy the
+tails of their rows themselves and call `put`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from radixcache.tree.state_tree import StateNode, StateTree, Use, is_dear
 A = ParamSpec("A")
 R = TypeVar("R")
 
-#: Windows are copied out at least this many tokens at a time, unless they are about to be lost.
+#: Copy at least this many window tokens at a time, unless they are about to be overwritten.
 LEAST_TOKENS = 64
-#: Tokens that are copied at a time from the buffers of one slot to those of another.
+#: Tokens per copy from the buffers of one slot to the buffers of another slot.
 CUT_TOKENS = 2048
 
 
@@ -44,7 +44,7 @@ class Pager:
         self._evictor, self._budget = evictor, evictor.budget
 
     def move(self, live: LivePath, plan: ResumePlan, capacity_tokens: int, prompt_tokens: int) -> None:
-        """Make the live caches stand at `plan.resume` on the plan's path, with `capacity_tokens` of room if it fits."""
+        """Move the live caches to `plan.resume` on the plan's path; reserve `capacity_tokens` if they fit."""
         layout, before, shared = self._layout, live.offset, min(plan.common, plan.resume)
         path = self.path_to(plan)
         incoming = [node for node in path if node.end > shared]
@@ -63,7 +63,7 @@ class Pager:
             like = None
             if incoming and layout.token_bytes:
                 like = self.allocating(self.spans_at, incoming[0], shared, shared + 1)
-            # Larger buffers are shrunk only if bytes are short.
+            # Buffers that are too large shrink only if the budget is exceeded.
             if (capacity or like is not None) and (capacity < capacity_tokens or self._budget.over_bytes()):
                 self.allocating(layout.reserve, live.caches, capacity_tokens, like)
                 has_changed = True
@@ -80,9 +80,9 @@ class Pager:
             live.measure()
 
     def page_out_live(self, node: StateNode) -> None:
-        """Give a node that only live buffers hold a snapshot; buffers that no session uses are given up with it."""
+        """Page out a node that only live buffers hold. If no session uses these buffers, empty their whole slot."""
         source = self._slots.source(node)
-        # If another slot is to keep the node live, a slot that is emptied pages out nothing of it.
+        # Emptying a slot does not page out a node that another slot holds too, so copy such a node here.
         if source.is_open or node.payload.live_mask != 1 << source.slot:
             copied = self.allocating(self._layout.page_out, source.caches, node.start, node.end)
             self._states.set_spans(node, copied)
@@ -90,7 +90,7 @@ class Pager:
             self._evictor.empty_slot(source, self._budget.over_bytes)
 
     def retreat(self, live: LivePath, end: int) -> None:
-        """Leave the live nodes beyond `end`, about to be overwritten: make room, and page out what is nowhere else."""
+        """Leave the live nodes after `end`: make room, and page out the nodes that exist nowhere else."""
         if end >= live.offset:
             return
         leaving = live.leave(end)
@@ -110,7 +110,7 @@ class Pager:
         return caches
 
     def grow(self, live: LivePath, need_tokens: int) -> None:
-        """Grow buffers beyond `need_tokens`: by half if that evicts nothing, else by one step; evaluates nothing.
+        """Grow buffers beyond `need_tokens`: by half if that evicts nothing, else by 256 tokens. Evaluate nothing.
 
         RequestTooLargeError: there is no memory for so many tokens.
         """
@@ -124,7 +124,7 @@ class Pager:
     def after_forward(
         self, live: LivePath, caches: Sequence[Any], request: PrefixRequest, own: OwnState, wait: bool
     ) -> None:
-        """Learn from the buffers that a forward pass may have changed, book them and enforce the budget."""
+        """After a forward pass: learn the sizes of the buffers, book their bytes and enforce the budget."""
         if not live.is_open:
             raise SessionClosedError("the cache was closed during the forward pass.")
         self._layout.learn(caches)
@@ -133,7 +133,7 @@ class Pager:
         self.thin(own)
 
     def _fit_capacity(self, live: LivePath, prompt_tokens: int, reserve_tokens: int, wait: bool) -> None:
-        """After a forward pass: give buffers that are too small for prompt and reply the room they need."""
+        """After a forward pass: grow the buffers if prompt and reply do not fit."""
         live.measure()
         capacity = self._layout.span_capacity(live.caches)
         wanted = prompt_tokens + reserve_tokens
@@ -149,7 +149,7 @@ class Pager:
         live.measure()
 
     def allocating(self, make: Callable[A, R], *args: A.args, **options: A.kwargs) -> R:
-        """Make a copy; if its allocation fails, give back half of what the cache holds and try once more."""
+        """Call `make`. If its allocation fails, evict half of what the cache holds and call `make` once more."""
         try:
             return make(*args, **options)
         except NATIVE_ERRORS:
@@ -160,7 +160,7 @@ class Pager:
     # Going back
 
     def fall_back(self, live: LivePath, own: OwnState, limit: int) -> int:
-        """Return live caches to the deepest checkpoint at or below `limit`, the request's own or the tree's."""
+        """Move live caches back to the deepest checkpoint up to `limit`, from the request or the tree."""
         target, checkpoint = self.reach(live.nodes(), own, limit, None)
         self.go_back(live, own, target, checkpoint)
         return target
@@ -168,9 +168,9 @@ class Pager:
     def reach(
         self, path: Sequence[StateNode], own: OwnState, limit: int, held: Mapping[Window, Sequence[Range]] | None
     ) -> tuple[int, Checkpoint | None]:
-        """The deepest offset at or below `limit` with all state of point layers, and the checkpoint that has it.
+        """The deepest offset up to `limit` for which all state of point layers exists, and the checkpoint there.
 
-        `held`: what the live windows of the request hold; None: they may be wrong, and only a checkpoint is certain.
+        `held`: the tokens in the request's live windows; None: they may be wrong, so trust only a checkpoint.
         """
         layout, windows, grid_tokens = self._layout, self._states.windows, self._states.grid_tokens
         if held is not None and not layout.has_states:
@@ -183,11 +183,11 @@ class Pager:
         return (0 if checkpoint is None else checkpoint.offset), checkpoint
 
     def go_back(self, live: LivePath, own: OwnState, target: int, checkpoint: Checkpoint | None) -> None:
-        """Move live caches back to an offset; all state of their point layers there is in the checkpoint or stored.
+        """Move live caches back to `target`; the checkpoint, the tree or `own` has the state of point layers for it.
 
-        Without a checkpoint, windows also take what the live caches hold.
+        Without a checkpoint, windows also take tokens from the live caches.
         """
-        # All that is needed is held before room is made, which drops windows that no checkpoint in the tree needs.
+        # Keep a reference to the windows: making room drops windows that no checkpoint in the tree needs.
         stored = [*self._states.windows.stored(live.nodes()), *own.windows]
         if checkpoint is None and target:
             held = self.capture_lacking(live.caches, live.nodes(), target, own.windows)
@@ -200,7 +200,7 @@ class Pager:
         self._evictor.enforce_budget()
 
     def empty(self, live: LivePath) -> None:
-        """Leave the path that a session stands on, keeping what is right of it, and empty its caches in place."""
+        """Leave a session's path, keep its correct nodes in the tree, and empty the session's caches in place."""
         nodes = live.nodes()
         try:
             self.retreat(live, 0)
@@ -210,25 +210,25 @@ class Pager:
         self._states.coalesce_all(nodes)
 
     def cut_off(self, node: StateNode, start: int) -> list[StateNode]:
-        """Remove a node from `start` on, and all below it, which is wrong; returns the path that is left."""
+        """Remove wrong state: the node from `start` on, and all nodes below. Return the path that is left."""
         if node.start < start:
             try:
                 self._states.split(node, start)
             except NATIVE_ERRORS:
-                self._layout.release()  # No memory even for the split: all of the node goes.
+                self._layout.release()  # There is no memory even for the split, so remove the whole node.
         rest = [] if node.parent is None else node.parent.path()
         for path in self._slots.remove_branch(node, was_wrong=True):
             if not path.is_open:
                 self._evictor.empty_slot(path, self._budget.over_bytes)
         return rest
 
-    # What a request takes on its way
+    # Checkpoints and window tokens of a request
 
     def copy_windows(self, own: OwnState, caches: Sequence[Any], start: int, end: int, *, is_last: bool) -> None:
-        """Copy the tokens [start, end), just evaluated, out of sliding windows, if there is room to spare.
+        """Copy the tokens [start, end), just evaluated, out of sliding windows, if the budget has room.
 
-        Unless it is the last call for now, few tokens wait for more. Beside recurrent layers nothing is copied:
-        requests resume only at checkpoints there, which copy what they need.
+        A short run waits for more tokens, except with `is_last`. With recurrent layers nothing is copied: requests
+        resume only at checkpoints, and these copy the window tokens that they need.
         """
         if self._layout.has_states:
             return
@@ -252,21 +252,21 @@ class Pager:
     def take_checkpoint(
         self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int, kind: str
     ) -> None:
-        """Take a request's checkpoint where its caches stand; `path`: what the tree has in front of its own state."""
+        """Take a checkpoint where a request's caches stand. `path`: the nodes of the tree before its own state."""
         self.capture(own, path, caches, offset)
         own.add_checkpoint(self.allocating(self._layout.checkpoint, caches, offset, kind))
         self.thin(own)
 
     def capture(self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int) -> None:
-        """Copy what windows need at an offset and neither the path nor the request has yet."""
+        """Copy the window tokens for `offset` that neither the path nor the request has yet."""
         found = self.capture_lacking(caches, path, offset, own.windows)
         if found is not None:
             own.add_windows(found)
 
     def thin(self, own: OwnState) -> None:
-        """Bring checkpoints under their cap and the cache under its budget, at the cost of a request's own state.
+        """Bring checkpoints under their cap and the cache under its budget; drop the request's own state if needed.
 
-        Own checkpoints that are not worth their bytes go before anything that the tree has stored.
+        Own checkpoints that are not worth their bytes go before anything in the tree.
         """
         while self._budget.over_bytes() and own.give_up(only_dear=True):
             pass
@@ -278,25 +278,25 @@ class Pager:
             fits = self._budget.over_bytes() == 0
 
     def checkpoint_live(self, live: LivePath, use: Use, kind: str = "end") -> None:
-        """Take a checkpoint at the live offset if there is none: it cannot be made once the caches have moved on."""
+        """Take a checkpoint at the live offset if there is none. Call this before the caches move on."""
         tip = live.tip
         if tip is not None and self._layout.has_points and tip.payload.checkpoint is None:
             self.add_checkpoint(tip, live.caches, kind, use)
 
     def add_checkpoint(self, node: StateNode, caches: Sequence[Any], kind: str, use: Use) -> None:
-        """Take a node's checkpoint from caches that stand at its end; of windows only what its path lacks is copied."""
+        """Take a node's checkpoint from caches that stand at its end. Copy only window tokens that its path lacks."""
         windows = self.capture_lacking(caches, node.path(), node.end)
         checkpoint = self.allocating(self._layout.checkpoint, caches, node.end, kind)
-        # Nothing is evicted from here on: what no checkpoint needs yet would go first.
+        # Evict nothing from here on: window tokens that no checkpoint needs yet would go first.
         if windows is not None:
             self._states.windows.store(node, windows)
-        if not self._states.windows.lacking(node.path(), node.end):  # Else the caches have lost some of it.
+        if not self._states.windows.lacking(node.path(), node.end):  # Else the caches have lost some tokens.
             self._states.set_checkpoint(node, checkpoint, use)
 
     def capture_lacking(
         self, caches: Sequence[Any], path: Sequence[StateNode], offset: int, more: Sequence[Spans] = ()
     ) -> Spans | None:
-        """A copy of what windows need where caches stand, and neither `path` nor `more` has; None: nothing."""
+        """Copy the window tokens for `offset` that neither `path` nor `more` has; None: none is missing."""
         lacking = self._states.windows.lacking(path, offset, more)
         if not lacking:
             return None
@@ -308,7 +308,7 @@ class Pager:
     # Storing
 
     def record_live(self, live: LivePath, keys: Keys, namespace: str, own: OwnState, use: Use) -> None:
-        """Make `keys`, which the live caches hold, a path of the tree, with the request's own state."""
+        """Store `keys`, which the live caches hold, as a LIVE path of the tree, with the request's own state."""
         if len(keys) == 0:
             return
         tip = self._path_for(keys, namespace, use, live)
@@ -319,7 +319,7 @@ class Pager:
             self.checkpoint_live(live, use)
 
     def record_foreign(self, caches: Sequence[Any], keys: Keys, namespace: str, use: Use) -> int:
-        """Copy what the tree lacks of foreign caches; returns how many of the keys the tree holds afterwards.
+        """Copy from foreign caches what the tree lacks. Return how many of the keys the tree holds afterwards.
 
         Raises:
             SnapshotError: the caches do not fit the tree or the keys; nothing was changed.
@@ -355,11 +355,11 @@ class Pager:
         windows: Sequence[Spans] = (),
         checkpoints: Sequence[Checkpoint] = (),
     ) -> None:
-        """Give the path to `keys`, whose end may be new, this state.
+        """Store state on the path of `keys`, whose end may be new.
 
         Args:
-            spans: of all that the tree does not hold yet; None: it holds all.
-            points: caches whose point layers stand at the end, for a checkpoint there; None: no checkpoint.
+            spans: the spans of all tokens that the tree lacks; None: it lacks none.
+            points: caches that stand at the end of `keys`, for a checkpoint there; None: take no checkpoint.
         """
         if len(keys) == 0:
             return
@@ -372,12 +372,12 @@ class Pager:
             self._add(node, windows, checkpoints, use)
             if points is not None and node.payload.checkpoint is None:
                 self.add_checkpoint(node, points, "end", use)
-        # New nodes were made by this use, which does not count twice.
+        # Touch only older nodes: new nodes already count this use.
         self._states.touch([each for each in node.path() if each.end <= held], node, use)
         self._evictor.tidy(node)
 
     def _generous(self, capacity_tokens: int, need_tokens: int, other_bytes: int = 0) -> int:
-        """Capacity to grow to: by half, so that growing copies O(n) in all, unless that would evict."""
+        """The capacity to grow to: half more, so that all copies together are O(n); the least if that would evict."""
         wanted = max(capacity_tokens + capacity_tokens // 2, need_tokens)
         more_bytes = (wanted - capacity_tokens) * self._layout.token_bytes
         return need_tokens if self._budget.over_bytes(more_bytes + other_bytes) else wanted
@@ -388,18 +388,18 @@ class Pager:
         self._states.events.paged_in(node, node.start, node.end, self._layout.token_bytes)
 
     def _write(self, caches: Sequence[Any], node: StateNode, end: int, *, is_last: bool = True) -> int:
-        """Write a node's spans up to `end` behind what caches hold; returns how many bytes. `is_last`: wait for it."""
+        """Append a node's spans up to `end` to the caches. Return the bytes copied. `is_last`: wait for the copy."""
         offset, copied_bytes = node.start, 0
         while offset < end and self._layout.token_bytes:
             spans = self.allocating(self.spans_at, node, offset, end)
-            # A copy out of another slot is held until it is written; what the tree has is written all at once.
+            # A copy from another slot takes memory until it is written, so wait. Snapshots of the tree need no wait.
             wait = is_last or spans is not node.payload.spans
             copied_bytes += self.allocating(self._layout.page_in, caches, spans, min(spans.end, end), wait=wait)
             offset = spans.end
         return copied_bytes
 
     def spans_at(self, node: StateNode, start: int, end: int) -> Spans:
-        """A node's snapshot, or a part of [start, end) copied from where it is live."""
+        """A node's snapshot, or a copy of the first part of [start, end) from a slot in which the node is live."""
         if node.payload is None:
             raise LiveStateError(f"the tokens [{node.start}, {node.end}) were lost while they were paged in.")
         if node.payload.spans is not None:
@@ -408,7 +408,7 @@ class Pager:
         return self._layout.copy(source.caches, start, min(end, start // CUT_TOKENS * CUT_TOKENS + CUT_TOKENS))
 
     def path_to(self, plan: ResumePlan) -> list[StateNode]:
-        """The nodes up to where a plan resumes; the last one is cut there if need be."""
+        """The nodes up to `plan.resume`; a node that crosses this offset is split."""
         path = plan.path
         return self.allocating(self._split_at, plan) if path and path[-1].end > plan.resume else path
 
@@ -422,9 +422,9 @@ class Pager:
         return path
 
     def _affordable(self, capacity: int, incoming: list[StateNode], capacity_tokens: int, prompt_tokens: int) -> int:
-        """Make room for the live buffers; returns the capacity to reserve, without the reply's room if bytes are short.
+        """Make room for the live buffers. Return the capacity to reserve; if bytes are short, it excludes the reply.
 
-        Snapshots that are about to be live become duplicates, which go first, so they do not count as needed.
+        Snapshots of `incoming` become duplicates, which eviction drops first, so their bytes reduce the need.
         """
         droppable = 0
         for node in incoming:
@@ -438,7 +438,7 @@ class Pager:
         return prompt_tokens + 1
 
     def _path_for(self, keys: Keys, namespace: str, use: Use, live: LivePath | None = None) -> StateNode:
-        """The node that ends where `keys` end, split or appended if needed; on the path of `live` or below it."""
+        """The node that ends where `keys` end, split or appended if needed. With `live`: on that path or below."""
         match = self._states.match(keys, namespace, None if live is None else live.tip)
         node = match.node
         if 0 < match.offset < node.end:
@@ -453,9 +453,9 @@ class Pager:
         return node
 
     def _add(self, tip: StateNode, windows: Sequence[Spans], checkpoints: Sequence[Checkpoint], use: Use) -> None:
-        """Give the path to a node a request's own state: windows first, then the checkpoints that need them.
+        """Store a request's own state on the path to `tip`: windows first, then the checkpoints that need them.
 
-        A checkpoint is dropped if the path has one at its offset, or lacks what windows need there.
+        A checkpoint is dropped if the path has one at that offset, or lacks window tokens for it.
         """
         for spans in windows:
             self._states.windows.store(tip, spans)
@@ -469,7 +469,7 @@ class Pager:
                 self._states.set_checkpoint(node, checkpoint, use)
 
     def _storable_end(self, caches: Sequence[Any], length: int) -> int:
-        """How many of `length` tokens foreign caches can be stored for."""
+        """How many of the first `length` tokens can be stored from foreign caches."""
         if self._layout.is_empty(caches):
             return 0
         offsets = self._layout.offsets(caches, trusted=True)
@@ -489,21 +489,21 @@ class Pager:
 
 
 class OwnState:
-    """Checkpoints, and tokens copied out of windows, that a request has taken and the tree does not have yet.
+    """Checkpoints and window tokens that a request has taken and the tree does not have yet.
 
-    Windows hold what the checkpoints need, each token once, and as long as there is room all tokens of the prompt. Both
-    are in order of their offsets, and booked.
+    Windows hold each token once: all that the checkpoints need and, while there is room, the whole prompt. Checkpoints
+    and windows are sorted by offset, and their bytes are booked.
 
     Attributes:
-        start: the tree has what is in front of this offset.
-        pending: the token from which on copies out of windows wait for more tokens; None: none wait.
+        start: the tree has the state before this offset.
+        pending: the first window token that is not copied yet, as the copy waits for more tokens; None: none waits.
     """
 
     def __init__(self, budget: ByteBudget, booking: Booking, prompt_tokens: int = 0) -> None:
         self._budget, self._layout = budget, budget.layout
         self._booking = booking
         self._booked_bytes = 0
-        #: Whether there may be tokens that no checkpoint needs.
+        #: Whether there may be window tokens that no checkpoint needs.
         self._has_spare = False
         self.start, self.prompt_tokens = 0, prompt_tokens
         self.checkpoints: list[Checkpoint] = []
@@ -525,26 +525,26 @@ class OwnState:
         self._book()
 
     def add_windows(self, spans: Spans, *, is_spare: bool = False) -> None:
-        """Add new tokens of windows; `is_spare`: perhaps no checkpoint needs them."""
+        """Add new window tokens. `is_spare`: perhaps no checkpoint needs them."""
         if spans.nbytes:
             self.windows.append(spans)
             self._has_spare |= is_spare
             self._book()
 
     def drop(self, gone: Callable[[Checkpoint], bool]) -> None:
-        """Drop some checkpoints; tokens of windows that only they needed become spare."""
+        """Drop the checkpoints for which `gone` is true. Window tokens that only they needed become spare."""
         self.checkpoints = [each for each in self.checkpoints if not gone(each)]
         self._has_spare = bool(self.windows)
         self._book()
 
     def cut(self, start: int, end: int) -> None:
-        """Drop the tokens outside [start, end), and the checkpoints behind `end`."""
+        """Drop the window tokens outside [start, end), and the checkpoints after `end`."""
         self.pending = None
         self._trim_to({window: [(start, end)] for window in self._layout.windows})
         self.drop(lambda each: each.offset > end)
 
     def give_up(self, *, only_dear: bool = False) -> bool:
-        """Drop spare tokens, else an interval checkpoint (`only_dear`: not worth its bytes); False: there is none."""
+        """Drop spare tokens, else an interval checkpoint (`only_dear`: only one not worth its bytes). False: none."""
         if not self._has_spare:
             gap, victim = _least_covering(self.start, self.checkpoints, self._last_to_fit())
             if victim is None:
@@ -556,7 +556,7 @@ class OwnState:
         return True
 
     def trim(self) -> None:
-        """Drop the tokens that no checkpoint needs."""
+        """Drop the window tokens that no checkpoint needs."""
         self._has_spare = False
         self._trim_to(
             {
@@ -570,10 +570,10 @@ class OwnState:
         self._book()
 
     def _last_to_fit(self) -> Checkpoint | None:
-        """The last checkpoint up to which the path fits the budget, if the whole prompt does not fit."""
+        """The last checkpoint up to which the path fits the budget; None if the whole prompt fits."""
 
         def fits(offset: int, checkpoint: Checkpoint) -> bool:
-            # Twice the point state: it is live, too.
+            # Point state counts twice: in the checkpoint and in the live caches.
             nbytes = offset * self._layout.token_bytes + 2 * self.bytes_at(checkpoint.offset)
             return self._budget.can_keep(nbytes)
 
@@ -597,7 +597,7 @@ class OwnState:
 def _least_covering(
     start: int, checkpoints: list[Checkpoint], spared: Checkpoint | None
 ) -> tuple[int, Checkpoint | None]:
-    """The interval checkpoint whose neighbours are closest together, and how close; never the newest or `spared`."""
+    """The smallest gap between the neighbours of an interval checkpoint, and this one; not the newest or `spared`."""
     offsets = [start, *(c.offset for c in checkpoints)]
     given = ((i, c) for i, c in enumerate(checkpoints[:-1]) if c.kind == "interval" and c is not spared)
     gaps = [(offsets[i + 2] - offsets[i], i) for i, _ in given]

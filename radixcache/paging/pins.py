@@ -1,15 +1,15 @@
 """Pins: stored prefixes that eviction must not take, until they are unpinned or their time is up.
 
-A pinned sequence holds the node at which its tokens end; the nodes above stay because that node does. If the node has
-no checkpoint, the nearest one above is held too, for models with point layers. A sequence is held as long as any pin on
-it lasts: unnamed pins count, named ones are one each.
+A pinned sequence holds the node at which its tokens end, and so the nodes above stay too. In models with point layers,
+if this node has no checkpoint, the sequence also holds the nearest node above that has one. A sequence is held while it
+has any pin: it may have several unnamed pins, and one pin per name.
 
 Invariants, asserted by `check`:
 
   I1  A node's `pins` count is the number of pinned sequences that hold it.
   I2  A pinned sequence has at least one pin; a name stands for exactly one pin of its namespace.
-  I3  No pin has outlived its last request. Pins that last for some seconds end when a public call begins: the clock
-      is read only then, and only if there is such a pin.
+  I3  No pin stays after its last request. A pin with a time limit ends when a public call begins: the clock is read
+      only then, and only if there is such a pin.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class NamedPin:
     """What a named pin keeps.
 
     Attributes:
-        namespace: where it is stored.
+        namespace: the namespace of the prefix.
         tokens: length of the pinned prefix.
-        kept_bytes: spans and checkpoints on its path, also those that other pins keep.
-        requests_left, seconds_left: requests and seconds after which the pin ends, whichever comes first; both None: it
-            stays until unpin().
+        kept_bytes: bytes of spans and checkpoints on its path, also those that other pins keep too.
+        requests_left, seconds_left: the pin ends after this many requests or seconds, whichever comes first; both None:
+            the pin stays until unpin().
     """
 
     namespace: str
@@ -47,10 +47,9 @@ class NamedPin:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """One pin(): the bytes of the keys it was made for, its name, and the number of the request and the second in which
-    it ends.
+    """One pin: the bytes of its keys, its name, and the request number and clock second at which it ends.
 
-    In exact mode those keys may be more than the pinned sequence, which has whole chunks only.
+    In exact mode `asked` may have more keys than the pinned sequence, which has only whole chunks.
     """
 
     asked: bytes
@@ -66,7 +65,7 @@ class Pin:
 
 @dataclass(slots=True)
 class PinnedPath:
-    """A pinned sequence: its length, the nodes it holds, and the pins on it in the order they were made."""
+    """A pinned sequence: its length, the nodes that it holds, and its pins, oldest first."""
 
     length: int
     nodes: list[StateNode]
@@ -82,15 +81,15 @@ class Pins:
         self.budget_bytes = states.account.ledger.budget_bytes
         self._pinned: dict[Pinned, PinnedPath] = {}
         self._named: dict[tuple[str, str], tuple[Pinned, Pin]] = {}
-        self.requests = 0  # how many have passed
-        #: The request and the second in which the next pin ends, and nodes whose pins have ended; mostly none.
+        self.requests = 0  # how many requests have passed
+        #: The request and the second at which the next pin ends; and nodes whose pins have ended, mostly none.
         self.next_end: int | None = None
         self.next_end_s: float | None = None
         self.unpinned: list[StateNode] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pins hold: the spans of their paths, and the checkpoints on them."""
+        """Bytes that the pins hold: spans and checkpoints on the paths of pinned sequences."""
         return sum(self._cost(node, node.end) for node in self._held().values())
 
     def count(self, namespace: str | None = None, named: bool = False) -> int:
@@ -118,7 +117,7 @@ class Pins:
         return found
 
     def whole_chunks(self, keys: Keys, length: int | None = None) -> Keys:
-        """The first `length` keys (None: all); in exact mode only their whole chunks."""
+        """The first `length` keys (None: all), in exact mode cut to whole chunks."""
         end = len(keys) if length is None else length
         end -= end % self._settings.grid_tokens
         if end == 0:
@@ -139,10 +138,10 @@ class Pins:
     def require_room(
         self, keys: Keys, namespace: str, name: str | None, checkpoint_bytes: int, requests: int = 0
     ) -> None:
-        """Raise ValueError unless a pin of a sequence that is yet to be stored will fit the budget.
+        """Raise ValueError if a pin of a sequence that is not stored yet will not fit the budget.
 
         Args:
-            requests: how many more will pass before the pin is made; pins that end meanwhile do not count.
+            requests: how many requests will pass before the pin is made; pins that end meanwhile do not count.
         """
         replaced = None if name is None else self._named.get((namespace, name))
         if (namespace, keys.tobytes()) not in self._pinned:
@@ -151,17 +150,17 @@ class Pins:
     def add(
         self, keys: Keys, namespace: str, name: str | None, ttl_requests: int | None, ttl_s: float | None = None
     ) -> None:
-        """Pin a stored sequence, once more if it is pinned already; a name that is taken moves to it.
+        """Add a pin to a stored sequence, which may have pins already. A name that is in use moves to this sequence.
 
-        In exact mode its whole chunks are pinned, the last one of exactly these tokens only if it is stored.
+        In exact mode only whole chunks are pinned, and the last chunk only if it is stored.
 
         Raises:
-            ValueError: it is not stored whole or is quarantined, or the pins would not fit the budget. Nothing was
-                changed.
+            ValueError: the sequence is not stored whole or is quarantined, or the pins would not fit the budget.
+                Nothing was changed.
         """
         pinned = self.whole_chunks(keys)
         if self._settings.exact and self.stored_tokens(pinned, namespace) < len(pinned):
-            # A prefill of exactly these tokens stores only the chunks in front of the last one.
+            # A prefill of exactly these tokens stores only the chunks before the last chunk.
             pinned = self.whole_chunks(keys, len(keys) - 1)
         self.require_allowed(pinned, namespace)
         match = self._states.match(pinned, namespace)
@@ -185,7 +184,7 @@ class Pins:
         self._book()
 
     def remove(self, keys: Keys, namespace: str) -> None:
-        """End one pin that was made for these keys: the newest unnamed one, else the newest.
+        """End one pin that was made for these keys: the newest unnamed pin or, if there is none, the newest pin.
 
         Raises:
             ValueError: the sequence is not pinned.
@@ -218,7 +217,7 @@ class Pins:
             self._end_all(None)
 
     def end_expired(self) -> None:
-        """End the pins whose seconds are over."""
+        """End the pins whose time is over."""
         if self.next_end_s is not None and (now_s := self._settings.seconds()) >= self.next_end_s:
             self._end_all(now_s)
 
@@ -235,7 +234,7 @@ class Pins:
         self.next_end_s = min((pin.ends_s for pin in pins if pin.ends_s is not None), default=None)
 
     def void(self, node: StateNode) -> None:
-        """Drop the pins that hold a node whose state was lost."""
+        """Drop the pins of all sequences that hold this node, whose state was lost."""
         lost = [sequence for sequence, path in self._pinned.items() if any(each is node for each in path.nodes)]
         for sequence in lost:
             for pin in self._pinned[sequence].pins:
@@ -281,7 +280,7 @@ class Pins:
         nodes = [node]
         is_bare = self._layout.windows and not self._layout.has_states and node.payload.checkpoint is None
         if is_bare and not self._states.windows.lacking(node.path(), node.end):
-            # Without a checkpoint, eviction would take what windows need here first.
+            # Without a checkpoint, eviction would take the window tokens for this offset first.
             use = Use(node.payload.entry.last_used)
             self._states.set_checkpoint(node, Checkpoint(node.end, [], 0, "mark"), use)
         if self._layout.has_points and node.payload.checkpoint is None:
@@ -291,7 +290,7 @@ class Pins:
     def _require_fit(
         self, keys: Keys, namespace: str, replaced: tuple[Pinned, Pin] | None, checkpoint_bytes: int, requests: int = 0
     ) -> None:
-        """Refuse a sequence, perhaps not stored to its end yet, that would not fit beside what stays pinned."""
+        """Raise ValueError if a sequence, perhaps not stored whole yet, does not fit next to the pins that stay."""
         last = self.requests + requests
 
         def ends(sequence: Pinned, pin: Pin) -> bool:
@@ -335,5 +334,5 @@ class Pins:
         return nbytes + (0 if checkpoint is None else checkpoint.nbytes)
 
     def _book(self) -> None:
-        """Tell the ledger, so that caches that share the budget do not pin it twice."""
+        """Tell the ledger the pinned bytes, so that caches on it do not pin the same budget twice."""
         self._states.account.pinned_bytes = self.nbytes

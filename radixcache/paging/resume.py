@@ -1,52 +1,52 @@
-r"""Where one request resumes, the live path on which it does, and where its prefill stops for checkpoints.
+r"""Live paths, the plan where a request resumes, and the offsets at which its prefill takes checkpoints.
 
 LivePath: the live caches of one slot, the path of the tree that they hold, and the session that uses them.
 
-    root ── a ── b ── tip          a, b, tip are LIVE: buffers hold [0, tip.end), nothing is copied for them
+    root ── a ── b ── tip          a, b, tip are LIVE: the buffers hold [0, tip.end), without a copy
              \
               c (PAGED)            to move to c: rewind to a.end, page out what c would overwrite, page c in
 
-Slots: the live paths of one cache, side by side.
+Slots: all live paths of one cache.
 
-    slot 0   root ── system ── user A        open: a session evaluates behind user A
-    slot 1   root ── system ── user B        idle: the next request of user B goes on here, without a copy
+    slot 0   root ── system ── user A        open: a session evaluates tokens after user A
+    slot 1   root ── system ── user B        idle: the next request of user B continues here, without a copy
 
-`system` is LIVE in both slots and takes its bytes twice. A request takes the free slot that has the most of its path;
-the rest comes from snapshots, or from another slot that is idle or whose session runs in the same thread.
+`system` is LIVE in both slots, so its bytes count twice. A request takes the free slot that has most of its path. The
+rest comes from snapshots, or from another slot that is idle or whose session runs in the same thread.
 
 Invariants, asserted by `check`; V2 and V3 while no session is open on the path:
 
   V1  Exactly the nodes from the root to `tip` are LIVE in this slot.
-  V2  Every leaf that is in use stands at `tip.end`; with no tip the live cache is empty or stands at 0.
-  V3  The booking has the bytes of the buffers and no more; there is no tenant and no guard.
-  P1  A node's guards are at least the number of open slots whose guarded path it is on; equal between public calls.
+  V2  Every cache object in use stands at `tip.end`. Without a tip, the live caches are empty or stand at 0.
+  V3  The booking holds the bytes of the buffers and no others; there is no tenant and no guard.
+  P1  A node has one guard per slot whose guarded path contains it; inside a public call it may have more.
 
-Only these classes change the fields. Buffers are rewound and overwritten in place, and no reference to an array is
-kept: MLX copies a shared buffer when it is next written.
+Only these classes change their fields. Buffers are rewound and overwritten in place. No reference to an array is kept,
+because MLX copies a shared buffer on the next write.
 
-`plan_resume` finds the deepest offset at which a request can take up stored state. With span layers alone that is the
-match itself. Other layers need their state at exactly one offset:
+`plan_resume` finds the deepest offset at which a request can resume. If all layers are span layers, this is the end of
+the match. Other layers need their state at exactly this offset:
 
-    live         the live caches stand on the request's path and can be rewound to where the paths part
-    windows      any offset in front of which the path has all that the window reads there
-    checkpoint   recurrent layers: a checkpoint at a node's end on the path, where windows have to be whole as well
+    live         the live caches share a prefix with the request and can be rewound to its end
+    windows      any offset for which the path has all tokens that the windows read
+    checkpoint   recurrent layers: a checkpoint at the end of a node on the path; windows must be complete there too
 
-Exact mode resumes only on the grid, the multiples of `step_size` from offset 0. A forward pass over other chunks adds
-the same numbers in another order, so only state made by prefill in whole chunks is bit for bit that of a cold run:
+Exact mode resumes only on the grid: the multiples of `step_size`. A forward pass over other chunks adds the same
+numbers in another order. So only state from whole chunks is bit for bit equal to the state of a cold run:
 
     0       2048      4096   4700  4711
     |--------|--------|------|---->          whole chunks, then a partial one, then decoded tokens
-                      ^ grid end             stored and resumed up to here; the tail behind it is dropped
+                      ^ grid end             stored and resumed up to here; the tail after it is dropped
 
-`Tails` remembers the keys of dropped tails, so that a request that goes on there is told what exactness cost it. Paths
-that part inside a chunk may share a node because models are causal: later tokens of a chunk do not change earlier ones.
+`Tails` remembers the keys of dropped tails, so later requests can report the tokens that exact mode cost. Paths that
+diverge inside a chunk may share a node: models are causal, so later tokens do not change the state of earlier ones.
 
 Invariants:
 
-  X1  In exact mode every stored path was evaluated in whole chunks from offset 0, and ends where one ended when it was
-      stored; every checkpoint stands at a multiple of `step_size`.
-  X2  Tails take at most MAX_TAIL_KEYS keys, shared beginnings counted once and each node as NODE_KEYS more; the tail
-      added longest ago goes first.
+  X1  In exact mode, every stored path was evaluated in whole chunks from offset 0 and stored up to the end of a chunk.
+      Every checkpoint stands at a multiple of `step_size`.
+  X2  Tails take at most MAX_TAIL_KEYS keys: shared prefixes count once, and each node counts NODE_KEYS more. The least
+      recently added tail is dropped first.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from radixcache.tree.state_tree import NodeState, StateNode, StateTree, Use
 
 
 class PathOwner(Protocol):
-    """A session, as its live path sees it."""
+    """What a live path needs of its session."""
 
     thread: threading.Thread
     namespace: str
@@ -87,13 +87,13 @@ class LivePath:
     Attributes:
         slot: index of the slot.
         caches: the mlx-lm caches, one per layer.
-        tip: the node at which they stand; None: at 0.
+        tip: the node at whose end the caches stand; None: they stand at 0.
         booking: the bytes of buffers and session.
-        is_open: a session runs on it, or is about to.
+        is_open: a session uses the path, or is about to.
         guarded: the node whose path is guarded for that session.
-        right_tokens: how many of the session's restored tokens are right, if state was found wrong since; None: all.
-        used: tick of the last request here.
-        seats: sessions that were begun here.
+        right_tokens: after wrong state was found, how many restored tokens of the session are correct; None: all.
+        used: tick of the last request on this slot.
+        seats: how many sessions were opened on this slot.
     """
 
     def __init__(self, layout: AnyLayout, states: StateTree, slot: int = 0) -> None:
@@ -107,7 +107,7 @@ class LivePath:
         self.used = self.seats = 0
         self._tenant: weakref.ref[PathOwner] | None = None
 
-    # Who it is open for
+    # The session
 
     def open(self, node: StateNode, tick: int) -> None:
         self.guard(None if node.parent is None else node)
@@ -118,11 +118,11 @@ class LivePath:
         self._tenant = weakref.ref(tenant)
 
     def is_seat_of(self, number: int) -> bool:
-        """Whether the session with this number is still here, and was not taken for vanished."""
+        """Whether the session with this number still has the path; False if the path was taken back from it."""
         return self.is_open and self.seats == number
 
     def release(self) -> StateNode | None:
-        """End the session; returns the node that was guarded for it."""
+        """End the session and return the node that was guarded for the session."""
         node = self.guarded
         self.guard(None)
         self.booking.end_request()
@@ -132,11 +132,11 @@ class LivePath:
 
     @property
     def tenant(self) -> PathOwner | None:
-        """The session that runs here; None: none, or it vanished without closing."""
+        """The session on this path; None: there is none, or the session vanished without closing."""
         return None if self._tenant is None else self._tenant()
 
     def is_readable(self, evaluate: bool = True) -> bool:
-        """Whether the calling thread may read the buffers now; without `evaluate`, pending state counts as intact."""
+        """Whether the calling thread may read the buffers now. Without `evaluate`, pending state counts as intact."""
         if not self.is_open:
             return True
         tenant = self.tenant
@@ -150,14 +150,14 @@ class LivePath:
         return not tenant.is_lost
 
     def guard(self, node: StateNode | None) -> None:
-        """Move the session's guard to the path to `node`; None: release it."""
+        """Move the session's guard to the path to `node`; with None, remove the guard."""
         before, self.guarded = self.guarded, node
         if node is not None:
             self._states.guard(node, 1)
         if before is not None:
             self._states.guard(before, -1)
 
-    # Where it stands
+    # The position in the tree
 
     @property
     def offset(self) -> int:
@@ -167,7 +167,7 @@ class LivePath:
         return [] if self.tip is None else self.tip.path()
 
     def common(self, path: list[StateNode], limit: int) -> int:
-        """How many of the first `limit` tokens of a path of the tree the live path shares."""
+        """How many of the first `limit` tokens of `path` are live in this slot."""
         end, own = 0, 1 << self.slot
         for node in path:
             if not node.payload.live_mask & own:
@@ -176,7 +176,7 @@ class LivePath:
         return min(end, limit)
 
     def measure(self, caches: Sequence[Any] = ()) -> None:
-        """Book the bytes of the buffers, and of those of a session's caches that are in the place of ours."""
+        """Book the bytes of the buffers, and of the session's `caches` that have replaced caches of this path."""
         nbytes = self._layout.live_nbytes(self.caches)
         if caches:
             ours = set(map(id, self.caches))
@@ -185,9 +185,9 @@ class LivePath:
         self.booking.book_live(nbytes)
 
     def leave(self, end: int) -> list[StateNode]:
-        """Prepare to overwrite the buffers beyond `end`; returns the nodes to page out, which are LEAVING until then.
+        """Prepare to overwrite the buffers after `end`. Return the nodes to page out, which are LEAVING until then.
 
-        A node across `end` is split; nodes on which nothing can resume are dropped.
+        A node that crosses `end` is split. Nodes on which no request can resume are removed.
         """
         left: list[StateNode] = []
         tip = self.tip
@@ -200,7 +200,7 @@ class LivePath:
                 tip = self._states.split(node, end)
             state = node.payload
             if state.spans is None and state.live_mask == 1 << self.slot:
-                # First, so that the policy knows the node's bytes when it hears of the node.
+                # Set the bytes before `set_live`, which tells the policy of the node.
                 nbytes = self._layout.stored_token_bytes * (node.end - node.start)
                 self._states.set_leaving(node, nbytes, self.caches)
             self._states.set_live(node, self.slot, False)
@@ -212,13 +212,13 @@ class LivePath:
         return [node for node in left if (state := node.payload) and state.spans is None and not state.live_mask]
 
     def page_out(self, node: StateNode) -> None:
-        """Copy a leaving node's spans out of the buffers, unless it was evicted meanwhile."""
+        """Copy a LEAVING node's spans out of the buffers, unless the node was evicted meanwhile."""
         if node.payload is None:
             return
         self._states.page_out(node, self._layout.page_out(self.caches, node.start, node.end))
 
     def hand_over(self, leaving: Sequence[StateNode]) -> None:
-        """Page out what is left of these and give up the live caches one layer at a time: at most one is held twice."""
+        """Page out the remaining `leaving` nodes and drop the live caches by layer: at most one layer is held twice."""
         nodes = [node for node in leaving if node.payload is not None]
         found = self._layout.take_out(self.caches, [(node.start, node.end) for node in nodes])
         self.forget()
@@ -226,9 +226,9 @@ class LivePath:
             self._states.page_out(node, spans)
 
     def advance(self, node: StateNode) -> None:
-        """Make the path to `node` LIVE: the buffers hold it, evaluated or paged in."""
+        """Mark the path to `node` as LIVE: the buffers hold it, evaluated or paged in."""
         new, each = [], node
-        while each.parent is not None and not each.payload.live_mask >> self.slot & 1:  # By V1 the rest is live.
+        while each.parent is not None and not each.payload.live_mask >> self.slot & 1:  # By V1 nodes above are live.
             new.append(each)
             each = each.parent
         for each in reversed(new):
@@ -236,7 +236,7 @@ class LivePath:
         self.tip = node
 
     def forget(self) -> None:
-        """Give the live caches up without paging anything out."""
+        """Drop the live caches without paging anything out."""
         for node in self.nodes():
             self._states.set_live(node, self.slot, False)
         self.tip = None
@@ -244,7 +244,7 @@ class LivePath:
         self.measure()
 
     def cut_back(self, offset: int) -> None:
-        """Remove the nodes behind `offset` from the tree, and the part of one across it, and rewind to there."""
+        """Remove all tokens of the path after `offset` from the tree, and rewind the caches to `offset`."""
         assert self.tip is not None, offset
         self._states.on_loss(self.tip)
         for node in reversed(self.tip.path()):
@@ -261,9 +261,9 @@ class LivePath:
             self._layout.rewind_spans(self.caches, offset)
 
     def step_back(self, gone: Sequence[StateNode], rest: StateNode | None) -> bool:
-        """Stand and guard at `rest`: these nodes below it are about to be removed; whether it stood on one.
+        """Move the path and its guard up to `rest`, before the nodes `gone` are removed. Return whether one was live.
 
-        The caches of an open session stay, ahead of the path from then on.
+        An open session keeps its caches, which then hold more tokens than the path.
         """
         went_on = False
         for node in gone:
@@ -278,15 +278,15 @@ class LivePath:
         return went_on
 
     def empty(self) -> None:
-        """Empty the cache objects in place: what the session evaluates from here on is right."""
+        """Empty the cache objects in place. All that the session evaluates from now on is correct."""
         self.right_tokens = None
         self._layout.empty(self.caches)
         self.measure()
 
     def shrink(self, capacity_tokens: int) -> None:
-        """Drop capacity beyond `capacity_tokens`; at offset 0 with nothing wanted drop the buffers altogether.
+        """Reduce the capacity to `capacity_tokens`. If that is 0 and the path is empty, drop the buffers.
 
-        The smaller buffer is allocated beside the larger one; if that fails, the larger one stays.
+        The smaller buffer is allocated while the larger one exists. If the allocation fails, the larger one stays.
         """
         if self.tip is None and capacity_tokens == 0:
             self.forget()
@@ -320,11 +320,11 @@ class Slots:
         self.paths = [LivePath(layout, states, slot) for slot in range(count)]
 
     def vanished_paths(self) -> list[LivePath]:
-        """Paths whose session is gone without closing: its finalizer was interrupted."""
+        """Open paths whose session vanished without closing, because its finalizer was interrupted."""
         return [path for path in self.paths if path.is_open and path.tenant is None]
 
     def require_free(self, namespace: str) -> None:
-        """Raise CacheBusyError, with the holders of the slots, unless one is free."""
+        """Raise CacheBusyError, which names the holders of the slots, if no slot is free."""
         if all(path.is_open for path in self.paths):
             holders = tuple(self._holder(path, namespace) for path in self.paths)
             slots = "the live slot is" if len(holders) == 1 else f"all {len(holders)} live slots are"
@@ -333,21 +333,21 @@ class Slots:
             )
 
     def choose(self, path: list[StateNode], limit: int) -> LivePath:
-        """The free slot with the most of the first `limit` tokens of `path`; of equal ones an empty or the oldest."""
+        """The free slot with most of the first `limit` tokens of `path`. Ties: empty, then least recently used."""
         free = [live for live in self.paths if not live.is_open]
         if len(free) == 1:
             return free[0]
         return min(free, key=lambda live: (-live.common(path, limit), live.offset > 0, live.used, live.slot))
 
     def source(self, node: StateNode) -> LivePath:
-        """A slot whose buffers hold the node and may be read; there is one if `hidden_from` says so."""
+        """A slot whose buffers hold the node and may be read. Call this only if `hidden_from` allows the node."""
         return next(path for path in self._holding(node) if path.is_readable())
 
     def hidden_from(self, path: list[StateNode], live: LivePath | None, *, evaluate: bool = True) -> int | None:
-        """Where the first node begins that is only in buffers that must not be read now; None: all can be read.
+        """The start of the first node that cannot be read now, as only busy buffers hold it; None: all can be read.
 
         Args:
-            live: the slot that is about to be used: what it holds need not be read.
+            live: the slot that the request will use; nodes that this slot holds need not be read.
             evaluate: as in `LivePath.is_readable`.
         """
         if not self._layout.token_bytes:
@@ -366,18 +366,18 @@ class Slots:
         return sum(self._layout.spare_nbytes(path.caches) for path in self.paths)
 
     def figures(self) -> list[tuple[bool, int, int]]:
-        """For each slot whether a session is open on it, its offset in tokens, and its bytes; takes no lock."""
+        """For each slot: whether a session is open, the offset in tokens, and the bytes. Takes no lock."""
         return [(path.is_open, path.offset, path.booking.live_bytes) for path in self.paths]
 
     def lose(self, live: LivePath) -> None:
-        """Drop the state of a slot whose buffers cannot be trusted, and nodes that were only there."""
+        """Drop the live caches of a slot, which cannot be trusted, and the nodes that only they held."""
         live.forget()
         for node in list(self._states.tree.nodes()):
             if node.payload is not None and node.payload.spans is None and not node.payload.live:
                 self.remove_branch(node)
 
     def remove_branch(self, node: StateNode, was_wrong: bool = False) -> list[LivePath]:
-        """Remove a node and all below it, also if kept; returns the live paths that stood there."""
+        """Remove a node and all nodes below, even kept ones. Return the live paths that stood on them."""
         rest = None if node.parent is None or node.parent.is_root else node.parent
         gone = [node, *below(node)]
         stood = [path for path in self.paths if path.step_back(gone, rest)]
@@ -405,7 +405,7 @@ class Slots:
             return f"slot {path.slot} by a request that is being opened"
         who = f"slot {path.slot} by a request in thread {tenant.thread.name}"
         if tenant.namespace != namespace:
-            return who  # Nothing more is told of another namespace.
+            return who  # Other namespaces must not see more.
         use = tenant.use
         kind = f" of kind {use.kind}" if use.kind else ""
         turn = "" if use.turn is None else f", turn {use.turn}"
@@ -418,21 +418,21 @@ class Slots:
         return f"{who}{kind}{turn}, request {use.tick}, at {at}"
 
 
-#: Keys of dropped tails that are remembered, over all paths: 2 MiB.
+#: The most keys of dropped tails to remember, in all paths together: 2 MiB.
 MAX_TAIL_KEYS = 1 << 18
-#: What a node of theirs takes besides its keys, in keys: about 500 bytes.
+#: Overhead of a node of `Tails`, counted in keys: about 500 bytes.
 NODE_KEYS = 64
 
 
 class Reason(StrEnum):
     """Why tokens of a prompt must be evaluated."""
 
-    NEVER_STORED = "never_stored"  # no stored prompt began like this, as far as the history goes
+    NEVER_STORED = "never_stored"  # no prompt in the history began like this
     DIVERGED = "diverged"  # a stored path continues with other tokens
-    EVICTED = "evicted"  # the tokens were evicted, or the checkpoint behind them
+    EVICTED = "evicted"  # the tokens, or the checkpoint after them, were evicted
     QUARANTINED = "quarantined"  # found wrong and removed; not stored again until clear_quarantine()
     NO_CHECKPOINT = "no_checkpoint"  # stored; recurrent layers have no state in this range
-    WINDOW_GAP = "window_gap"  # stored; but not all that sliding windows would read
+    WINDOW_GAP = "window_gap"  # stored; but tokens that sliding windows read are missing
     LIVE_ELSEWHERE = "live_elsewhere"  # stored; only in buffers that a session of another thread uses
     OFF_GRID = "off_grid"  # stored; not on the prefill grid of exact mode
     LAST_TOKEN = "last_token"  # stored; evaluated again for its logits
@@ -443,13 +443,13 @@ ShortReason = Reason
 
 
 class PrefixRequest(NamedTuple):
-    """A prompt and what goes with it.
+    """A prompt, with what the cache needs to know about it.
 
     Attributes:
-        keys: one per token: what the tree goes by.
-        use: who asks, and when.
+        keys: what the tree stores, one key per token.
+        use: the request's tick, priority, turn and kind.
         marks: offsets worth a checkpoint.
-        reserve: tokens of room beyond the prompt.
+        reserve: buffer capacity to allocate after the prompt, in tokens.
     """
 
     prompt: TokenIds
@@ -461,7 +461,7 @@ class PrefixRequest(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """The most tokens that may be restored: at least one is evaluated."""
+        """The most tokens that may be restored. At least one token must be evaluated."""
         return len(self.prompt) - 1
 
 
@@ -470,15 +470,15 @@ class ResumePlan(NamedTuple):
 
     Attributes:
         matched: stored prefix of the request, in tokens.
-        resume: offset it resumes at; at most one token less than the request has.
-        path: nodes of the match, root side first; the last may be matched in part.
+        resume: the offset to resume at; at most the prompt length - 1.
+        path: the nodes of the match, from the root down; the last one may match in part.
         common: tokens that the live path and the match share.
-        checkpoint: where recurrent layers' state comes from; None: from the live caches, or there are none.
-        source: the node at whose end there is a checkpoint, if there is one where the request resumes.
+        checkpoint: the state of recurrent layers; None: it comes from the live caches, or there are no such layers.
+        source: the node that ends at `resume` and has a checkpoint; None: there is none.
         reason: why resume < matched; None when they are equal.
-        off_grid: in exact mode, how many tokens of the match that might be restored lie behind its last grid multiple.
+        off_grid: in exact mode, how many restorable tokens are not restored, as they lie after the last grid multiple.
         is_live: whether the state of point layers comes from the live caches.
-        windows: the state of windows on the path. The plan holds it, since making room may take it out of the tree.
+        windows: the window tokens on the path. The plan keeps them, because eviction may remove them from the tree.
     """
 
     matched: int
@@ -502,9 +502,9 @@ def plan_resume(
     *,
     grid_tokens: int = 1,
 ) -> ResumePlan:
-    """Plan for a request of which at most `limit` tokens may be restored, on a live path or (None) on fresh caches.
+    """Plan where a request resumes, of which at most `limit` tokens may be restored.
 
-    Spans from offset `hidden` on cannot be read now (None: all can).
+    `live`: the live path to use; None: fresh caches. `hidden`: spans from this offset on cannot be read; None: all can.
     """
     path = match.path
     limit = min(match.offset, limit)
@@ -553,10 +553,10 @@ def deepest_whole(
     *,
     grid: int = 1,
 ) -> int:
-    """The deepest multiple of `grid` at or below `limit` at which all that windows read is there; 0: none.
+    """The largest multiple of `grid`, up to `limit`, for which all tokens that windows read exist; 0: none.
 
     Args:
-        stored, held: what is there, as state in order of its tokens, and in live caches.
+        stored, held: the window tokens that exist: in snapshots, in order of their tokens; and in live caches.
     """
     windows = _whole(layout, stored, held or {})
     offset = limit
@@ -573,9 +573,9 @@ def deepest_whole(
 
 
 def _whole(layout: AnyLayout, stored: Sequence[Spans], held: Mapping[Window, Sequence[Range]]) -> list[list[Range]]:
-    """For each window the ranges of offsets, first to last, at which all that it reads is there, in order.
+    """For each window, the sorted ranges (first, last) of offsets for which all tokens that it reads exist.
 
-    Offset 0, at which it reads nothing, is not among them.
+    Offset 0, at which a window reads nothing, is left out.
     """
     found = []
     for window in layout.windows:
@@ -589,7 +589,7 @@ def _whole(layout: AnyLayout, stored: Sequence[Spans], held: Mapping[Window, Seq
 
 
 def stored_from(layout: AnyLayout, plan: ResumePlan, window: Window) -> int:
-    """The token from which on the tree has, without a gap, what a window reads in front of where a plan resumes."""
+    """The start of the run of window tokens in the tree that ends, without a gap, where the plan resumes."""
     first = plan.resume
     for node in reversed(plan.path):
         for low, high in reversed([] if node.payload.windows is None else layout.stored(node.payload.windows, window)):
@@ -603,9 +603,9 @@ def floor(offset: int, step_size: int) -> int:
 
 
 def distant_marks(marks: Iterable[int], resumed: int, least_tokens: int) -> list[int]:
-    """The marks without those behind `resumed` that are less than `least_tokens` behind it, or behind another mark.
+    """Drop the marks after `resumed` that are less than `least_tokens` after `resumed` or after another kept mark.
 
-    The first and the last stay: other conversations part at the first, and the next turn resumes at the last.
+    The first and the last mark stay: other conversations diverge at the first, the next turn resumes at the last.
     """
     ordered = sorted(marks)
     kept: list[int] = []
@@ -627,23 +627,23 @@ def checkpoint_stops(
     kept: int = 0,
     least_tokens: int = 1,
 ) -> dict[int, str]:
-    """Offsets in (position, last] at which to take a checkpoint in prefill, with the reason: the most lasting one.
+    """Offsets in (position, last] at which prefill takes a checkpoint, and why: the reason that is kept longest.
 
-    Of the marks, those count that are `least_tokens` apart. The tree held `matched` tokens; if more than were
-    `resumed`, other prompts may branch off there as well. A few tokens behind a mark, such a checkpoint would save less
-    than its forward pass takes. The budget can keep `kept` tokens of the prompt; 0: all.
+    Marks closer than `least_tokens` are dropped. If the tree held more tokens (`matched`) than were `resumed`, other
+    prompts may branch off at `matched` too. A few tokens after a mark, a checkpoint there would save less than its
+    forward pass takes. The budget can keep `kept` tokens of the prompt; 0: all.
     """
     prompt_tokens = len(request.prompt)
     stops = dict.fromkeys(distant_marks(request.marks, resumed, least_tokens), "mark")
     interval, tail = settings.checkpoint_interval, prompt_tokens - settings.tail_tokens
-    if not any(tail <= mark < prompt_tokens for mark in stops):  # A template rewrites what is behind the last message.
+    if not any(tail <= mark < prompt_tokens for mark in stops):  # Chat templates rewrite what follows the last message.
         stops[tail] = "tail"
     if matched - resumed >= (settings.tail_tokens if resumed in stops else 1):
         stops[min(matched, last)] = "branch"
     if 0 < kept <= last:
-        stops[kept] = "branch"  # not thinned: the next turn resumes there
+        stops[kept] = "branch"  # this reason is not thinned: the next turn resumes here
     for offset in range(interval, last + 1, interval):
-        # Close to another one it would save next to nothing and cost as much.
+        # A checkpoint close to another one saves almost nothing and costs the same.
         if all(abs(offset - other) >= interval // 8 for other in stops):
             stops[offset] = "interval"
     if settings.exact:
@@ -652,9 +652,9 @@ def checkpoint_stops(
 
 
 def stops_on_grid(stops: Mapping[int, str], step_size: int, position: int, last: int) -> dict[int, str]:
-    """Move checkpoint stops to the multiples at or below them, in (position, last], and add the last multiple there.
+    """Round checkpoint stops down to multiples of `step_size`; add the last multiple. Return those in (position, last].
 
-    Of several that fall on one multiple the most lasting kind stays.
+    If several stops fall on one multiple, the kind that is kept longest stays.
     """
     moved: dict[int, str] = {}
     for wanted in ("interval", "end", "tail", "mark", "branch"):
@@ -667,15 +667,15 @@ def stops_on_grid(stops: Mapping[int, str], step_size: int, position: int, last:
 class Tails:
     """Keys that followed a stored path, and whose state was dropped because it is off the grid.
 
-    `matched` is O(length of the prompt) in NumPy and one look-up per branch, however many tails a node has.
+    `match_length` is O(prompt length) in NumPy, plus one look-up per branch, whatever the number of tails.
     """
 
     def __init__(self) -> None:
-        self._tree: RadixTree[None] = RadixTree()  # A namespace for each node that tails follow.
-        self._leaves: OrderedDict[int, Node[None]] = OrderedDict()  # By id(), the one added longest ago first.
+        self._tree: RadixTree[None] = RadixTree()  # One namespace per node that has tails.
+        self._leaves: OrderedDict[int, Node[None]] = OrderedDict()  # By id(), least recently added first.
 
     def add(self, node: StateNode, tail: Keys) -> None:
-        """Remember what followed the end of `node`, a root or not."""
+        """Remember the keys that followed the end of `node`, which may be a root."""
         if len(tail) == 0 or len(tail) + NODE_KEYS > MAX_TAIL_KEYS:
             return
         tree = self._tree
@@ -697,7 +697,7 @@ class Tails:
                 tree.merge(above)
 
     def match_length(self, match: Match[NodeState], keys: Keys) -> int:
-        """How many of the keys behind a match an earlier request had evaluated."""
+        """How many keys after the match an earlier request had evaluated and dropped."""
         if match.offset != match.node.end or match.offset == len(keys):
             return 0
         return self._tree.match(keys[match.offset :], _place(match.node)).offset
@@ -712,7 +712,7 @@ class Tails:
                 self._tree.merge(leaf)
 
     def check(self) -> None:
-        """Assert X2, and that every leaf has its place in the order."""
+        """Assert X2, and that the order of tails lists exactly the leaves."""
         self._tree.check()
         assert self._tree.key_count + NODE_KEYS * self._tree.node_count <= MAX_TAIL_KEYS, self._tree.key_count
         leaves = {id(node) for node in self._tree.nodes() if node.is_leaf}
@@ -720,7 +720,7 @@ class Tails:
 
 
 def _place(node: StateNode) -> str:
-    """A name for the end of a node, as long as it is there: a leaf that loses its tail keeps its entry's number."""
+    """A name for the end of a node. The offset is part of it: a leaf that loses its tail keeps its entry id."""
     entry_id = -1 if node.is_root else node.payload.entry.entry_id
     return f"{entry_id} {node.end} {node.namespace}"
 

@@ -1,13 +1,13 @@
-"""Tier: joins a cache to its stores. State is read from them before a request is planned, and written to them.
+"""Tier: connects a cache to its stores: reads state before a request is planned, and writes state.
 
-    read             if a store has more of a prompt than memory, and reading is expected to be faster than prefill, the
-                     state goes into the tree as PAGED; the request then finds it like any paged state
-    write            what a request left (write_on="close") or had found (write_on="second_use")
-    write_evicted    what is about to be evicted (write_on="eviction")
+    read             if a store has more of a prompt than memory, and reading is expected to be faster than prefill, add
+                     the state to the tree as PAGED; the request then finds it like any paged state
+    write            the state that a request left (write_on="close") or had found (write_on="second_use")
+    write_evicted    the state that is about to be evicted (write_on="eviction")
 
-Several stores are asked as one (`Tiers`); each is written at its own moment. A store error never fails a request. Bytes
-that wait to be written are beside the budget, up to the store's own limit. Callers hold the lock, which `read` gives up
-while a store is asked or read: a slow store delays only the requests that read from it.
+Several stores are read as one (`Tiers`); each is written at its own moment. A store error never fails a request. Bytes
+that wait to be written do not count against the budget; the store limits them. Callers hold the lock. `read` releases
+it while a store is asked or read, so a slow store delays only the requests that read from it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Disk(NamedTuple):
 
     Attributes:
         grid: the step size of an exact cache, which is part of the names of its blocks; 0: not exact.
-        clock: seconds; times prefill and reading.
-        block_tokens: the most tokens of a block; None: those of a segment of the tree.
-        takes: whether a namespace may be written; None: all.
-        finer: identities of state in more bits than this cache stores, which it may read too.
+        clock: returns seconds; times prefill and reading.
+        block_tokens: the most tokens of a block; None: as many as a segment of the tree.
+        takes: whether a namespace may be written; None: all may.
+        finer: identities of state with more bits than this cache stores; the cache may read it too.
     """
 
     store: Store
@@ -66,12 +66,12 @@ class Disk(NamedTuple):
 
 
 class Foreseen(NamedTuple):
-    """What would be read of a prompt.
+    """What `Tier.read` would read of a prompt.
 
     Attributes:
-        tokens: stored tokens, if more than memory has.
-        read_tokens: up to where they would be read; 0: not at all, prefill is expected to be faster.
-        tiers: up to where each store has them, in the order in which they would be read.
+        tokens: end of the stored tokens; 0: the stores have no more than memory.
+        read_tokens: end of the tokens to read; 0: none, as prefill is expected to be faster.
+        tiers: each store with the end of the tokens that it has, in reading order.
     """
 
     tokens: int = 0
@@ -80,7 +80,7 @@ class Foreseen(NamedTuple):
 
 
 class ReadBlock(NamedTuple):
-    """A block that was read; `spans` end where its link ends. A path's first block has the shapes of all leaves."""
+    """A block that was read. `spans` end where `link` ends. Only a path's first block has `shapes`, of all leaves."""
 
     link: Link
     shapes: Sequence[Any]
@@ -105,12 +105,12 @@ class Tier:
         self._has_failed = False
 
     def read(self, namespace: str, asked: Callable[[], tuple[Keys, Use]]) -> bool:
-        """Put what the stores have of a prompt beyond memory into the tree, if worth it; returns whether anything came.
+        """Add to the tree stored state of a prompt that memory lacks, if worth it. Return whether state was added.
 
-        Gives the lock up while a store is asked or read.
+        Releases the lock while a store is asked or read.
 
         Args:
-            asked: returns the keys that may be read and their use, as of now: other requests go on meanwhile.
+            asked: returns the keys that may be read now, and their use; other requests may change both meanwhile.
         """
         for _ in range(ATTEMPTS):
             decision = self._safely(lambda: self._reader.read(namespace, asked))
@@ -124,7 +124,7 @@ class Tier:
         return self._safely(lambda: self._reader.foresee(keys, namespace)) or Foreseen()
 
     def write(self, keys: Keys, request: PrefixRequest, used: int) -> None:
-        """Write what a request left in the tree; it had found the first `used` of these keys there."""
+        """Write what a request left in the tree. The first `used` keys were there when it began."""
         mark = min(request.marks, default=0)
         for moment, writer in self._writers.items():
             end = {"close": len(keys), "second_use": used}.get(moment, 0)
@@ -136,7 +136,7 @@ class Tier:
         self._safely(lambda: self._writers["eviction"].write(node, node.end))
 
     def remove(self, keys: Keys, start: int, namespace: str) -> None:
-        """Delete state of these keys from offset `start` on, which was found wrong, even if not written yet."""
+        """Delete wrong state of these keys from offset `start` on, even state that waits to be written."""
 
         def delete() -> None:
             self.store.flush()
@@ -146,7 +146,7 @@ class Tier:
         self._safely(delete)
 
     def write_all(self) -> None:
-        """Write all state to the stores that write at eviction, last used first; waits for room in their queues."""
+        """Write all state to the stores that write at eviction, most recently used first. Wait if a queue is full."""
         writer = self._writers.get("eviction")
         if writer is not None:
             leaves = [node for node in self._states.tree.nodes() if node.is_leaf]
@@ -154,7 +154,7 @@ class Tier:
                 self._safely(lambda its=leaf: writer.write(its, its.end, wait=True))  # type: ignore[misc]
 
     def _safely(self, call: Callable[[], R]) -> R | None:
-        """What a call returns; None if it raised: a store error never fails a request."""
+        """Return what `call` returns, or None if it raises: a store error never fails a request."""
         try:
             return call()
         except Exception:
@@ -169,11 +169,11 @@ class StoreReader:
     """Reads state from the stores of one cache into the tree.
 
         memory    |------------| match
-        store     |-----------------------------| chain of blocks, and what point layers need at its end
-        read                  |-----------------|     and what windows read there
+        store     |-----------------------------| chain of blocks, and the state of point layers at its end
+        read                  |-----------------|     and the window tokens for this end
 
-    Reading ends where a request can resume. The part of each store is compared with the prefill of that part alone.
-    Otherwise the time that a fast store saves would pay for reading a slow one.
+    Reading ends where a request can resume. For each store, the reading time is compared with the prefill time of the
+    tokens read from this store. Otherwise a fast store would hide that reading from a slow store does not pay.
     """
 
     def __init__(
@@ -185,10 +185,10 @@ class StoreReader:
         self._lock = states.account.ledger.lock
 
     def read(self, namespace: str, asked: Callable[[], tuple[Keys, Use]]) -> str:
-        """Put what the store has of a prompt beyond memory into the tree; returns the outcome in a few words.
+        """Add to the tree what the store has of a prompt and memory lacks. Return the outcome in a few words.
 
-        After "damaged" (a block is gone now) and "changed" (state in memory is gone that the blocks continue), ask
-        again. Raises what a store or its content may raise.
+        Call again after "damaged" (a block is gone) and "changed" (the tree changed, so the blocks do not fit).
+        Raises what a store or its content may raise.
         """
         keys, _ = asked()
         match, resume, links = self._missing(keys, namespace)
@@ -220,9 +220,9 @@ class StoreReader:
         return [match(identity, namespace, keys) for identity in (disk.identity, *disk.finer)]
 
     def _missing(self, keys: Keys, namespace: str) -> tuple[Match[NodeState], int, list[Link]]:
-        """The match in memory, where a request would resume on it, and the stored blocks with which it resumes later.
+        """The match in memory, the offset at which a request resumes with it, and the blocks that move this offset on.
 
-        Gives the lock up while the store is asked.
+        Releases the lock while the store is asked.
         """
         with self._lock.released():
             chain = max(self.matches(keys, namespace, at_checkpoints=self._layout.has_states), key=chain_end)
@@ -233,10 +233,10 @@ class StoreReader:
             return match, resume, []
         ranges = [(match.offset, end), *(needed for window in self._layout.windows for needed in window.needs(end))]
         needed = [link for link in chain if any(link.start < b and link.end > a for a, b in ranges)]
-        return match, resume, needed or [*chain[-1:]]  # No block needed: memory lacks only the checkpoint.
+        return match, resume, needed or [*chain[-1:]]  # If no block is needed, only the checkpoint is missing.
 
     def _worth_reading(self, resume: int, links: Sequence[Link]) -> tuple[list[Link], list[Link]]:
-        """The first of these that are worth reading, store by store, and the next ones if they are not."""
+        """The first links, store by store, that are worth reading; and the next run, if that is not worth it."""
         chosen: list[Link] = []
         for run in self._runs(links):
             start = chain_end(chosen) or resume
@@ -254,7 +254,7 @@ class StoreReader:
         return link.has_checkpoint or not self._layout.has_states
 
     def _runs(self, links: Sequence[Link]) -> Iterator[list[Link]]:
-        """These, cut where another store goes on and a request could resume."""
+        """Cut the links into runs: a run ends where the store changes and a request could resume."""
         run: list[Link] = []
         for link in links:
             if run and link.tier != run[-1].tier and self._can_resume(run[-1]):
@@ -264,7 +264,7 @@ class StoreReader:
         yield run
 
     def _affordable(self, links: Sequence[Link]) -> list[Link]:
-        """As many of these, from the first on, as fit the budget, with room made; a request can resume at the last."""
+        """Make room for the first links that fit the budget and return them. A request can resume after the last."""
         fitting, nbytes = list(links), self._nbytes(links).total()
         room = nbytes + self._evictor.budget.fits(nbytes, who="eviction").spare_bytes
         while fitting and (self._nbytes(fitting).total() > room or not self._can_resume(fitting[-1])):
@@ -272,7 +272,7 @@ class StoreReader:
         return fitting if self._evictor.find_room(self._nbytes(fitting).total()) else []
 
     def _nbytes(self, links: Sequence[Link]) -> Counter[int]:
-        """Bytes that these take, in each store and in memory, but for a few KiB."""
+        """Bytes of these links by store; they take as many in memory, except for a few KiB."""
         found: Counter[int] = Counter()
         for each in links:
             found[each.tier] += each.block_bytes
@@ -320,12 +320,12 @@ class StoreReader:
         return "brought"
 
     def _load(self, links: Sequence[Link]) -> tuple[list[ReadBlock], list[Any], Mapping[int, float]] | None:
-        """Read these blocks, and the state of point layers at their end; also returns the seconds by store.
+        """Read these blocks, and the state of point layers at their end. Also return the seconds by store.
 
         None: a block is gone or damaged. Called without the lock.
         """
         layout, clock, began = self._layout, self._rates.clock, self._rates.clock()
-        has_states = layout.has_states  # another thread may learn meanwhile
+        has_states = layout.has_states  # read once: another thread may change it in `learn`
         seconds: defaultdict[int, float] = defaultdict(float)
         wanted: list[tuple[bytes, Kind]] = [(each.key, "block") for each in links]
         files = self._store.read([*wanted, (links[-1].key, "checkpoint")] if has_states else wanted)
@@ -348,7 +348,7 @@ class StoreReader:
         return blocks, points, seconds
 
     def _join(self, rows: Sequence[list[Any]], start: int, end: int) -> Spans:
-        """The snapshots of several blocks as one of the tokens [start, end)."""
+        """Join the snapshots of several blocks into one snapshot of the tokens [start, end)."""
         leaves = []
         for its in zip(*rows, strict=True):
             whole = None if its[0] is None else reduce(lambda upper, lower: upper.merged(lower), its)
@@ -361,26 +361,26 @@ class StoreReader:
 
 
 class StoreWriter:
-    """Writes state of one cache's tree: a block up to each multiple of 512 tokens, each checkpoint, and the end.
+    """Writes state of one cache's tree: blocks that end at multiples of 512 tokens, checkpoints, and a last block.
 
         stored      |--------|--------|--|              these blocks stay as they are
         path        |------------------------------| end
-        put                              |-----|---|    new blocks follow them, so each token is written once
+        put                              |-----|---|    new blocks continue them, so each token is written once
 
-    A block also ends at the end of the system prompt and where the tree branches, so that other prompts can follow it.
-    A path that leaves a stored block in its second half follows the first part of that block. Layers that resume only
-    at checkpoints need a block that ends at each one: they write the first part of such a block again.
+    A block also ends at the end of the system prompt and where the tree branches, so that other prompts can continue
+    it. A path that leaves a stored block in its second half continues the first part of that block. Models with point
+    layers need a block that ends at each checkpoint, so they write the first part of such a block again.
 
-    Arrays in one piece are written without a copy; live buffers are copied, a block at a time, if the store takes it.
+    Arrays in one piece are written without a copy. Live buffers are copied block by block, if the store accepts it.
     """
 
     def __init__(self, disk: Disk, layout: AnyLayout, states: StateTree, slots: Slots) -> None:
         self._disk, self._store, self._layout, self._states, self._slots = disk, disk.store, layout, states, slots
-        # Exact caches' blocks begin where their prefill does; point layers need a block that ends at each checkpoint.
+        # Blocks of exact caches begin on the grid; point layers need a block that ends at each checkpoint.
         self._cuts = disk.store.takes_cuts and not disk.grid and not layout.has_points
 
     def write(self, tip: StateNode, end: int, mark: int = 0, *, wait: bool = False) -> None:
-        """Put what the store lacks of the path to a node, up to offset `end`; stop at the first block it refuses.
+        """Put what the store lacks of the path to `tip`, up to offset `end`. Stop at the first block that it refuses.
 
         Args:
             mark: an offset where many prompts are likely to branch.
@@ -417,7 +417,7 @@ class StoreWriter:
             cut = 0
 
     def _bounds(self, keys: Keys, namespace: str, wanted: Iterable[int]) -> list[tuple[int, int, Link | None]]:
-        """How to cut these keys into blocks: as they are stored already, then by segments and at the wanted offsets.
+        """Cut these keys into blocks: first the stored blocks, then new ones, cut by segments and at `wanted` offsets.
 
         The last stored block is used if the keys follow at least half of it.
         """
@@ -432,7 +432,7 @@ class StoreWriter:
         return [*((each.start, each.end, each) for each in found), *((low, high, None) for low, high in new)]
 
     def _offer(self, head: Head, state: Callable[[], Buffers | None], wait: bool) -> bool:
-        """Put a block or a checkpoint that the store lacks; False: the store lacks it still."""
+        """Put a block or a checkpoint, if the store lacks it. False: the store still lacks it."""
         store, is_block = self._store, head.kind == "block"
         if store.holds(head.key, head.kind):
             return True
@@ -457,7 +457,7 @@ class StoreWriter:
         return self._layout.block_buffers(whole, self._states.windows.stored(nodes), start, end)
 
     def _spans_at(self, node: StateNode, start: int, end: int) -> Spans | None:
-        """A node's snapshot, or a copy of [start, end) out of live buffers that can be read."""
+        """A node's snapshot, or a copy of [start, end) from live buffers that can be read; None: neither exists."""
         state = node.payload
         if state.spans is not None:
             return state.spans

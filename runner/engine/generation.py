@@ -1,26 +1,26 @@
-"""Generation: one reply, from its prompt to its last token; `generate` makes one by itself.
+"""Generation: one reply, from its prompt to its last token. `generate` makes a reply without an engine.
 
-`ParallelGenerator.submit` makes a Generation and returns it: any thread may read and cancel it. The engine moves it:
-while it runs, it has a row of the cache's group. `add` turns each sampled token into a Token with text.
+`ParallelGenerator.submit` returns a Generation, which any thread may read and cancel. The engine runs the Generation
+in a row of the cache's group. `add` turns each sampled token into a Token with text.
 
 A conversation longer than the context (`ContextWindow`) loses tokens:
 
     system | message | message | message | question | opening | reply ...
     stays    dropped first, whole, the oldest first   stays     stays
 
-The system prompt stays, or a few tokens without one: models need the first tokens (attention sinks; Xiao et al. 2023,
-Efficient Streaming Language Models). The last message loses tokens only when all others are gone, and so does a prompt
-without marks. The number of dropped tokens is a multiple of a share of the context, rounded up to the end of a message:
-so a growing conversation is cut at one place for several turns, and a turn finds what the turn before has stored.
+The system prompt stays; without one, the first few tokens stay. Models need them (attention sinks; Xiao et al. 2023,
+Efficient Streaming Language Models). The last message loses tokens only when all others are gone. A prompt without
+marks loses any tokens but the first. The number of dropped tokens is a multiple of a share of the context, rounded up
+to the end of a message. So the cut stays at one place for several turns, and a turn finds the state of the last turn.
 
 Invariants, each with a test:
 
   Y1  The joined texts of all tokens are a prefix of the decoded reply. No text ends inside a UTF-8 character, unless
       the caller asks for that.
-  Y2  The last token, and no other, carries the completion.
-  Y3  The text ends before the first stop word in it, however that was cut into tokens, and no token has a part of it.
+  Y2  Only the last token has the completion.
+  Y3  The text ends before its first stop word, however tokens divide this word, and no token has a part of the word.
   PL1  The forward pass that follows a token is dispatched before that token is read, except after the last token.
-  PL2  The run records every token that it was stepped with. So it always knows what its caches hold.
+  PL2  The run records every token that was given to `step`. So the run always knows what its caches hold.
   PL3  MLX's compiled mode is what it was before, also if the generator is closed early or the model raises.
 
 Compiled mode is a setting of the whole process: one generator at a time.
@@ -49,9 +49,9 @@ from radixcache.speculate.drafting import Drafted, Drafting
 from runner.engine.token import Completion, DoneReason, Token
 
 DEFAULT_STEP_SIZE = 2048
-REPLACEMENT_CHARACTER = "\ufffd"  # what an unfinished character decodes to
+REPLACEMENT_CHARACTER = "\ufffd"  # the text of an unfinished character
 SINK_TOKENS = 4  # tokens that stay at the beginning of a prompt without marks
-OPENING_TOKENS = 16  # most tokens that stay behind the last mark: the opening of the reply
+OPENING_TOKENS = 16  # most tokens that stay after the last mark: the opening of the reply
 FREE_SHARE = 0.25  # of the context: most of a conversation stays, and cuts are rare
 
 ProgressCallback = Callable[[int, int], None]  # called with the offset reached and the length of the prompt
@@ -63,9 +63,9 @@ class ContextError(ValueError):
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """At most `tokens` tokens of a conversation; a cut drops a multiple of `free_share` of them.
+    """At most `tokens` tokens of a conversation. A cut drops a multiple of the share `free_share` of `tokens`.
 
-    Of a prompt of `length` tokens, `head` tokens stay; behind them messages end at `ends`, rising.
+    Of a prompt of `length` tokens, the first `head` stay. The later messages end at the offsets `ends`, ascending.
     """
 
     tokens: int
@@ -81,7 +81,7 @@ class ContextWindow:
             raise ValueError(f"free_share is {self.free_share}; wanted more than 0 and at most 1.")
 
     def over(self, length: int, marks: Sequence[int], head: int | None = None) -> ContextWindow:
-        """The same window over a prompt. Without `head`, the first mark is the end of the system prompt."""
+        """The same window for one prompt. Without `head`, the first mark is the end of the system prompt."""
         inner = sorted(mark for mark in marks if mark > 0)
         if head is None:
             head = inner[0] if inner else min(SINK_TOKENS, length)
@@ -89,7 +89,7 @@ class ContextWindow:
 
     @property
     def limit(self) -> int:
-        """Where the part of the prompt ends that may be dropped."""
+        """The end of the part of the prompt that may be dropped."""
         opening = min(OPENING_TOKENS, self.length - self.ends[-1]) if self.ends else 0
         return max(self.head, self.length - max(opening, 1))
 
@@ -98,13 +98,13 @@ class ContextWindow:
         return max(1, int(self.tokens * self.free_share))
 
     def excess(self, length: int, room: int, dropped: int = 0) -> int:
-        """Return how many tokens behind the head to drop, so that `room` more fit. ContextError: too many must stay.
+        """Return how many tokens after the head to drop, so that `room` more fit. ContextError: too many must stay.
 
-        There are `length` tokens now, with those of the reply; `dropped` of the prompt were dropped before.
+        `length`: tokens of prompt and reply now. `dropped`: tokens of the prompt that were dropped before.
         """
         if length + room <= self.tokens:
             return 0
-        # Counted from the beginning of the conversation, so that the next turns are cut at the same place.
+        # Count from the beginning of the conversation, so that the next turns are cut at the same place.
         least = dropped + length + room - self.tokens
         aim = -(-least // self.quantum) * self.quantum
         ends = [end - self.head for end in self.ends[:-1] if end - self.head >= least]
@@ -121,14 +121,14 @@ class ContextWindow:
 
 
 class StopWords:
-    """Finds stop words in the text of one reply. Holds text back that may be the beginning of one."""
+    """Finds stop words in the text of one reply. Holds back text that may be the beginning of a stop word."""
 
     def __init__(self, words: Collection[str]) -> None:
         self._words, self._held = words, ""
         self._longest = max(map(len, words), default=0)
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, str | None]:
-        """Return the text to show, and the stop word before which it ends: the first to end, the longest of these."""
+        """Return the text to show, and the stop word after this text: the first one to end; of several, the longest."""
         text = self._held + text
         ends = [(at + len(word), -len(word), word) for word in self._words if (at := text.find(word)) >= 0]
         if ends:
@@ -143,35 +143,35 @@ class StopWords:
 
 @dataclass(eq=False, kw_only=True)
 class Generation(Decoding):
-    """One request: what it asks for, its prompt and its reply. ValueError: an option is out of its range.
+    """One request: its options, its prompt and its reply. ValueError: an option is out of its range.
 
     Options of `submit` and `generate`:
         max_tokens: most tokens to sample, at least 1.
-        min_tokens: no stop token and no stop word ends the reply before so many tokens.
-        sampler: mlx-lm's, or None for the most likely token.
-        logits_processors: mlx-lm's, called with prompt and reply so far (T,) and logits (1, V), float32.
-        guidance: from the token before, None at the beginning of a reply, to the tokens (V,) that may be next.
+        min_tokens: no stop token and no stop word ends the reply before this many tokens.
+        sampler: a sampler as in mlx-lm; None: the most likely token.
+        logits_processors: as in mlx-lm, called with prompt and reply so far (T,) and logits (1, V), float32.
+        guidance: from the previous token (None: the reply begins) to a mask (V,) of the tokens that may be next.
         has_logprobs: whether the tokens have log-probabilities, which take time on a CPU.
         stop_tokens: ids that end the reply. Default: the tokenizer's.
         stop_words: texts that end the reply.
-        cuts_characters: leave out an unfinished character at the end; else it comes as U+FFFD, as in mlx-lm.
-        reserve: tokens of the reply to reserve room for. Default: max_tokens. With less, more requests come in, and one
-            may have to wait again in the middle of its reply.
-        prediction: token ids that the reply is expected to have; they are proposed to it. At most twice `max_tokens` of
-            them are used.
-        num_draft_tokens: most tokens that the draft model proposes at a time, if there is one.
+        cuts_characters: leave out an unfinished character at the end; else it becomes U+FFFD, as in mlx-lm.
+        reserve: reply tokens to reserve room for. Default: max_tokens. A smaller number admits more requests, but a
+            request may have to wait again in the middle of its reply.
+        prediction: the expected token ids of the reply, used as drafts; at most twice `max_tokens` of them.
+        num_draft_tokens: most tokens that the draft model proposes at a time, if there is a draft model.
         arrived_at_s: when the request arrived, by time.perf_counter(); TTFT counts from then. Default: now.
-        embed: alone: from an offset of the prompt to embeddings (T, D) from there on, as in stream_generate.
+        embed: only with `is_alone`: from an offset to the embeddings (T, D) of the prompt from this offset on, as in
+            stream_generate.
         on_progress: called with tokens evaluated and prompt tokens, after each chunk of prefill.
-        facts: what is known of the request, for whoever wants to watch it.
+        facts: what is known of the request so far; any thread may read it.
 
     Attributes:
-        number: in order of arrival.
-        tokens, keys: the prompt without dropped tokens; after a return to waiting also the reply so far.
+        number: the place in the order of arrival, from 0.
+        tokens, keys: the prompt without dropped tokens; after the request had to wait again, also the reply so far.
         marks, namespace: as given to the group.
-        window: the context; None: only the capacity bounds it. `dropped` tokens behind its head are gone from `tokens`.
+        window: the context; None: only the capacity limits it. `dropped` tokens after its head are not in `tokens`.
         said: the tokens of the reply; `in_reply` of them are part of `tokens`.
-        note: why the reply cannot go on, though nothing failed.
+        note: why the reply cannot continue, though nothing failed.
     """
 
     tokenizer: Any
@@ -235,12 +235,12 @@ class Generation(Decoding):
 
     @property
     def completion(self) -> Completion | None:
-        """The result; None until the reply is over. The last token carries the same."""
+        """The result; None until the reply is over. The last token has it too."""
         return None if self.facts.done_reason is None else self.facts
 
     @property
     def matched_tokens(self) -> int:
-        """As in `facts`, which also says the rest."""
+        """As in `facts`."""
         return self.facts.matched_tokens
 
     @property
@@ -260,7 +260,7 @@ class Generation(Decoding):
         return self.max_tokens - len(self.said)
 
     def start(self) -> None:
-        """Note that prefill begins now; by default it began with the request."""
+        """Note that prefill begins now, and how long the request has waited."""
         self.facts.queue_ms = (time.perf_counter() - self._arrived_s) * 1e3
 
     def add(
@@ -270,7 +270,7 @@ class Generation(Decoding):
         logprob: float | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> Token:
-        """Take the next token of the reply; `cancelled` is called unless it is the last one.
+        """Take the next token of the reply. `cancelled` is called unless this token is the last one.
 
         ValueError: the token is below 0.
         """
@@ -304,14 +304,14 @@ class Generation(Decoding):
         try:
             text, stop_word = self._last_text() if self.said else ("", None)
         except Exception:
-            # The error that ends the reply may be that its text cannot be decoded.
+            # Perhaps the reply ends because its text cannot be decoded.
             if reason != "error":
                 raise
             text, stop_word = "", None
         return Token(text, stop_word=stop_word, completion=self._complete(reason, note, error))
 
     def _last_text(self) -> tuple[str, str | None]:
-        """The text that detokenizer and stop words held back, and the stop word that it ends before."""
+        """The text that the detokenizer and the stop words held back, and the stop word after this text."""
         self._detokenizer.finalize()
         text = str(self._detokenizer.last_segment)
         text = text.rstrip(REPLACEMENT_CHARACTER) if self.cuts_characters else text
@@ -327,18 +327,18 @@ class Generation(Decoding):
 
     @property
     def is_stepping(self) -> bool:
-        """Whether it takes part in the next step: at most the last token of its prompt is left."""
+        """Whether the reply takes part in the next step: at most the last token of the prompt is left to evaluate."""
         return self.is_decoding or (self.row.position > 0 and self.row.prompt_left == 1)
 
     @property
     def needed_tokens(self) -> int:
-        """Cells for the prompt and the reserved reply; the last token takes none."""
+        """Tokens of capacity for the prompt and the reserved reply; the last token of the reply needs none."""
         left = max(min(self._room, self.max_tokens) - self.in_reply, 1)
         return len(self.tokens) + left - 1
 
     @property
     def proven_tokens(self) -> int:
-        """Tokens of its row whose state has given a token that was read; 0 before the first."""
+        """How many tokens of the row have proven state, which gave a token that was read; 0 before the first."""
         read = len(self.said) - self.in_reply
         return len(self.tokens) + read - 1 if read else 0
 
@@ -366,16 +366,16 @@ class Generation(Decoding):
         self.facts.shifted_tokens += length
 
     def go_back(self) -> None:
-        """Wait again; the prompt now ends with the reply so far."""
+        """Wait again. From now on, the prompt includes the reply so far."""
         fresh = np.array(self.said[self.in_reply :], np.int32)
         self.tokens, self.keys = np.append(self.tokens, fresh), np.append(self.keys, fresh)
         self.in_reply = len(self.said)
-        # Each return doubles the room, so a long reply returns a few times only, and still leaves room to others.
+        # Each return doubles the reserve, so a long reply returns only a few times and still leaves room to others.
         self._room += 2 * self.in_reply
         self.wait_again()
 
     def let_go(self) -> None:
-        """Close the row, and hold no arrays of the engine: whoever submitted this may keep it for long."""
+        """Close the row and drop all arrays of the engine, because a caller may keep this object for long."""
         if self.held_row is not None:
             self.held_row.close()
         self.held_row = self.last = self._said = self.embed = None
@@ -383,7 +383,7 @@ class Generation(Decoding):
 
 
 class LiveRun(Protocol):
-    """The live caches of one request; the members are those of `radixcache.Session`, and `remaining` is never empty."""
+    """The live caches of one request: a part of `radixcache.Session`. `remaining` is never empty."""
 
     @property
     def cached_tokens(self) -> int: ...
@@ -403,10 +403,10 @@ class LiveRun(Protocol):
     def prefill(
         self, model: Any, *, step_size: int = DEFAULT_STEP_SIZE, on_progress: ProgressCallback | None = None
     ) -> None:
-        """Evaluate `remaining[:-1]` in chunks; call `on_progress` at the start and after each."""
+        """Evaluate `remaining[:-1]` in chunks. Call `on_progress` at the start and after each chunk."""
 
     def step(self, model: Any, tokens: Any) -> mx.array:
-        """Dispatch the forward pass of the next tokens without waiting for it; logits (1, T, V)."""
+        """Dispatch the forward pass of the next tokens without waiting for it. Return logits (1, T, V)."""
 
 
 class _CancelledError(Exception):
@@ -426,9 +426,9 @@ def generate(
 ) -> Iterator[Token]:
     """Prefill the run's remaining prompt, then yield the reply token by token.
 
-    The caller closes `run`. `cancelled` is called between chunks and tokens. With `drafting`, what
-    PrefixCache.drafting() gave for this prompt, the run is a session of that cache. `options` are those of
-    a Generation; min_tokens, processors, guidance and predictions are for ParallelGenerator.
+    The caller closes `run`. `cancelled` is called between chunks and tokens. `drafting` comes from
+    PrefixCache.drafting() for this prompt, and then `run` is a session of the same cache. `options` are options of
+    a Generation, except min_tokens, processors, guidance and predictions, which only ParallelGenerator uses.
 
     Raises:
         ValueError: max_tokens or step_size is below 1, or the sampler returned an id outside the vocabulary.
@@ -474,12 +474,12 @@ def feed(
     step_size: int = DEFAULT_STEP_SIZE,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Evaluate a known reply, so that the run's caches hold it. Returns how many tokens went in."""
+    """Evaluate a known reply, so that the run's caches hold it. Return how many tokens were evaluated."""
     done = 0
     with compile_mode(model):
         while done < len(tokens) and not cancelled():
             chunk = tokens[done : done + step_size]
-            # Waiting for the logits, which are not needed, limits the work in flight to one chunk.
+            # The logits are not needed, but the wait for them limits the pending work to one chunk.
             mx.eval(run.step(model, mx.array(chunk))[:, -1, :1])
             mx.clear_cache()
             done += len(chunk)
@@ -488,7 +488,7 @@ def feed(
 
 @contextmanager
 def compile_mode(model: Any) -> Iterator[None]:
-    """Switch MLX's compiled mode off in the block if the model's `enable_compile` is false."""
+    """Disable MLX's compiled mode in the block if the model's `enable_compile` is false."""
     wanted = getattr(model, "enable_compile", True)
     if callable(wanted):
         wanted = wanted()

@@ -1,4 +1,4 @@
-"""ParallelGenerator: many replies at once on one PrefixCache. Every decode step is one forward pass for all of them.
+"""ParallelGenerator: many replies at once on one PrefixCache. Every decode step is one forward pass for all replies.
 
     with ParallelGenerator(cache, model, tokenizer, capacity=16384) as generator:
         first = generator.submit(tokens, marks=marks, max_tokens=200)
@@ -6,53 +6,53 @@
         for generation, token in generator:
             print(generation.number, token.text)
 
-Between two tokens of a running reply lie one step and at most one chunk of prefill of `step_size` tokens. The
-AdmissionQueue decides who runs, and the Engine moves the rows of those who run, in rounds.
+Between two tokens of a running reply, there is one step and at most one prefill chunk of `step_size` tokens. The
+AdmissionQueue decides which requests run. The Engine runs their rows, in rounds.
 
-How a request joins: `AdmissionQueue.next` picks it, `Engine._admit` has the group give it a row, `_prefill` evaluates
-its prompt in chunks, `_step` then takes it along; `Batch.take_in` (radixcache/groups/batch.py) adds the row to a batch.
+How a request joins: `AdmissionQueue.next` picks the request, and `Engine._admit` gets a row for it from the group.
+`_prefill` evaluates the prompt in chunks. Then `_step` includes the row, which `Batch.take_in` adds to a batch.
 
 A round:
 
     admit      the next requests of the queue get rows, if there is room
-    prefill    evaluate one chunk, of one prompt or of several; the last token of a long prompt goes with the next step
-    first      if the chunk gave first tokens, read and hand them out; the rest is for the next round
+    prefill    evaluate one chunk, of one prompt or of several; the next step evaluates the last token of a long prompt
+    first      if the chunk gave first tokens, read and hand them out, and end the round here
     step       dispatch the next forward pass of all replies, on tokens that nobody has read
-    read       read the tokens of the step before and hand them out; after a chunk, those of this step
+    read       read and hand out the tokens of the previous step; after a chunk, also the tokens of this step
 
-With drafts: if a proposal behind the tokens that were read is worth a pass, the round first reads the tokens of the
-step before, and proposes behind those. Then one pass evaluates each reply's next token and its drafts, and the round
-hands out all that it says. Where nothing is proposed to any reply, the round is as above. A draft model is asked for
-the replies for which it is expected to gain more than what was said before; all these decode in one batch there, too.
+With drafts: if drafts after the tokens that were read are worth a pass, the round first reads the tokens of the
+previous step, and drafts after these. Then one pass evaluates each reply's next token and its drafts, and the round
+hands out all tokens that it gives. If no reply has drafts, the round is as above. The draft model drafts for replies
+where it is expected to gain more than drafts from earlier text. It decodes all these replies in one batch.
 
 What breaks this order:
 
-    cancelled         a request without a first token ends at once; a reply ends with the token that is on its way
-    over the budget   the request that came last waits again; its state is stored, so it resumes there if that is kept.
-    or no room        A request alone goes on beyond the budget, with what the device can spare
+    cancelled         a request without a first token ends at once; a reply ends with the token that is computed now
+    over the budget   the newest request waits again. Its state is stored, so it resumes there if the state is kept.
+    or no room        A request that runs alone continues beyond the budget, in free device memory
     context full      the oldest turns are taken out of the row; if that is impossible, the reply ends
-    one failed        a sampler, a callback or the forward pass of one prompt raised: that request ends
-    a step failed     the model raised in a pass of several: they all end, each with that error
-    state lost        an evaluation failed: all running requests end, waiting ones go on in a new group
-    not a number      the logits of a row are NaN: that request ends; what is stored ends before it
+    one failed        a sampler, a callback or the forward pass of one prompt raised: this request ends
+    a step failed     the model raised in a pass of several requests: all of them end, each with this error
+    state lost        an evaluation failed: all running requests end, and waiting requests continue in a new group
+    not a number      the logits of a row are NaN: this request ends; its stored state ends before the NaN
 
-Admission needs tokens of the group's capacity for what running requests hold (shared tokens once) and will hold, and as
-many bytes of the budget with all evictable state gone. A request that does not fit waits until it is alone, and so do
-all behind it, but not those behind a request that waits to share more with a prompt in prefill.
+A request is admitted if prompt and reply, of this request and all running ones, fit the capacity in tokens, where
+shared tokens count once, and the budget in bytes, without evictable state. Otherwise this request and later ones wait
+until it fits or no other runs. Later requests do not wait for one that waits to share more with a prompt in prefill.
 
-Chunks of prefill go in turn to the request that came first and to the one with the least left. So a request is
-prefilled after at most twice its own chunks and those of earlier requests. The clock is read only to measure passes for
-drafts. A signal must not interrupt a round.
+Prefill chunks go in turn to the oldest request and to the request with the fewest tokens left. So a prefill ends after
+at most twice the chunks of this request and all earlier ones. The clock is read only to measure passes for drafts. A
+signal must not interrupt a round.
 
 Invariants, each with a test:
 
   PG1  A reply does not depend on other requests: whether they join, leave, fail or are cancelled.
-  PG2  The next step is dispatched before the tokens of the last one are read, unless `max_tokens` ends the reply, or
-       drafted tokens are checked. First tokens of a chunk of prefill are handed out before the step.
-  PG3  A request is admitted when cells and bytes suffice for prompt and reply, or when no other one runs. If they run
-       out later, the request that came last waits again, with its text, and resumes from what the tree has of it. A
-       request alone goes on beyond the budget, as in `PrefixCache`.
-  PG4  However a request ends, its correct state is stored; nothing behind a shift is.
+  PG2  The next step is dispatched before the tokens of the last step are read, unless `max_tokens` ends the reply, or
+       drafts are checked. First tokens of a prefill chunk are handed out before the step.
+  PG3  A request is admitted when tokens and bytes suffice for prompt and reply, or when no other request runs. If they
+       run out later, the newest request waits again, keeps its text, and resumes from the state that the tree still
+       has. A request that runs alone continues beyond the budget, as in `PrefixCache`.
+  PG4  However a request ends, its correct state is stored, but no state after a shift.
   PG5  Between iterations, MLX's compiled mode is what it was before.
 
 Any thread may use `submit` and `wait`, and read and cancel a Generation; one thread iterates and closes.
@@ -83,13 +83,13 @@ from runner.engine.generation import FREE_SHARE, ContextError, ContextWindow, Ge
 from runner.engine.token import Token
 
 DEFAULT_MAX_ROWS = 16
-# Tokens of a chunk, which bound the pauses of running replies: at most a second of a small model on slow cores.
+# Tokens per chunk. A chunk pauses running replies: at most a second, for a small model on slow cores.
 PARALLEL_STEP_SIZE = 1024
 # The smallest part of a chunk worth a pass is 1 / LEAST_PART: a pass over few tokens costs more per token.
 LEAST_PART = 4
-#: Where it saves less, a checkpoint at the end of a message is worth no forward pass of its own.
+#: A checkpoint at the end of a message that saves fewer tokens is not worth an extra forward pass.
 MARK_TOKENS = 128
-#: Most tokens of the reply for which a session gets room at once.
+#: A session reserves room for at most this many tokens of the reply at its start.
 MOST_RESERVED = 4096
 NO_ROOM = (CacheFullError, RequestTooLargeError)  # there is no room for a row until other requests end
 
@@ -113,7 +113,7 @@ class AdmissionQueue:
         return [each for each in self.running if each.is_stepping]
 
     def next(self, group: Group) -> Generation | None:
-        """The request to admit next; None: none now."""
+        """The request to admit next; None: no request can be admitted now."""
         if len(self.running) >= self._max_rows or (self.is_refused and self.running):
             return None
         for reply in self.waiting:
@@ -129,7 +129,7 @@ class AdmissionQueue:
         return chosen
 
     def waits(self, reply: Generation, others: Iterable[Generation], group: Group) -> bool:
-        """Whether a new row can share more once these others have their chunk of prefill."""
+        """Whether a new row can share more after the next prefill chunk of these `others`."""
         return bool(reply.row.is_fresh) and self._later(reply, others, group) > reply.row.position
 
     def start(self, reply: Generation, row: Row) -> None:
@@ -159,7 +159,7 @@ class AdmissionQueue:
         return fits and group.has_bytes_for(ends, reply.keys, needed, reply.namespace)
 
     def _gains(self, reply: Generation, group: Group) -> bool:
-        """Whether it shares more with a prompt in prefill than with all that is evaluated so far."""
+        """Whether a request will share more with a prompt in prefill than it can share now."""
         later = self._later(reply, self.prefilling, group)
         return later > 0 and later > group.sharable_tokens(reply.keys, reply.namespace)
 
@@ -173,7 +173,7 @@ class AdmissionQueue:
 
 
 class Engine:
-    """Moves the queue's requests forward. `ready` has the tokens to hand out, in order."""
+    """Runs the requests of the queue in rounds. `ready` has the tokens to hand out, in order."""
 
     def __init__(
         self,
@@ -189,8 +189,8 @@ class Engine:
         self._new_group, self._queue = new_group, queue
         self._loop = DecodeLoop(self._model, self.group, pace)
         self._owes_step = False  # whether a chunk was evaluated, and no step since
-        self._failure: Exception | None = None  # what lost the state of all rows
-        self._checked: list[tuple[Generation, Token]] = []  # what a check said, to be handed out
+        self._failure: Exception | None = None  # the error that lost the state of all rows
+        self._checked: list[tuple[Generation, Token]] = []  # tokens from a check, to be handed out
 
     def round(self) -> None:
         self._end_cancelled()
@@ -206,19 +206,19 @@ class Engine:
                 self._owes_step = True
                 return
         stepping = self._queue.stepping
-        # First the replies that end: the batch would have to drop a row that is open and takes no part.
+        # Read replies that end first: the batch would have to drop a row that is open and takes no part.
         self._read([each for each in stepping if each.left == len(each.unread)])
         first = [each for each in stepping if not each.is_decoding]
         continuing = self._continuing(stepping)
         drafts = self._loop.propose(continuing, self._read)
         was_ahead = all(each.unread for each in continuing) and not has_prefilled
         self._step(continuing, drafts)
-        # Before progress is told: that ends a reply which failed behind these tokens, or whose callback raises.
+        # Deliver before `_tell_progress`, which ends a reply that failed after these tokens or whose callback raises.
         for reply, token in self._checked:
             self._deliver(reply, token)
         self._checked.clear()
         self._tell_progress(first)
-        # Tokens of this step are read in the next round, except first tokens and those before a chunk.
+        # The next round reads the tokens of this step, except first tokens, and tokens of a step after a chunk.
         soon = continuing if has_prefilled else first
         late = [each for each in continuing if each not in soon and len(each.unread) == 1 and each.failure is None]
         self._read([each for each in stepping if each not in late])
@@ -235,7 +235,7 @@ class Engine:
         self._loop.times.end_round(len(continuing), is_plain=was_ahead and not drafts)
 
     def finish(self, reply: Generation, token: Token) -> None:
-        """Hand out a last token, and store what was evaluated."""
+        """Hand out the last token of a reply, and store the evaluated state."""
         self.ready.append((reply, token))
         self._queue.end(reply)
         reply.let_go()
@@ -244,13 +244,13 @@ class Engine:
         self.finish(reply, reply.end("error", error=without_frames(error)))
 
     def _end_cancelled(self) -> None:
-        """End requests that were cancelled before their first token; `_hand_out` ends replies."""
+        """End requests that were cancelled before their first token. `_hand_out` ends replies that have tokens."""
         for reply in [*self._queue.waiting, *self._queue.running]:
             if reply.cancelled() and not reply.is_decoding:
                 self.finish(reply, reply.end("cancelled"))
 
     def _admit(self) -> None:
-        # A request that needs more memory than there is ends now, not after all others.
+        # A request that needs more memory than exists ends now, without a wait for other requests.
         for reply in [*self._queue.waiting]:
             if (refusal := self.group.refusal_of(len(reply.tokens))) is not None:
                 self.fail(reply, refusal)
@@ -276,7 +276,7 @@ class Engine:
                 self._report(each)
 
     def _prefill(self) -> bool:
-        """Evaluate one chunk: of the prompt whose turn it is, ends of others, a part of one more. False: none."""
+        """Evaluate one chunk: of the next prompt, and if it is short, of others too. False: there is no prompt."""
         prefilling = [each for each in self._queue.prefilling if not each.is_stepping]
         if not prefilling:
             return False
@@ -296,7 +296,7 @@ class Engine:
         return True
 
     def _prefill_chunks(self, replies: list[Generation], tokens: int) -> None:
-        """Evaluate at most `tokens` of each. At the end of a prompt, dispatch its first token."""
+        """Evaluate at most `tokens` of each prompt. At the end of a prompt, dispatch the first token of the reply."""
         rows: dict[Row, Generation] = {}
         try:
             while rows := {each.row: each for each in replies if self._has_chunk(each)}:
@@ -311,7 +311,7 @@ class Engine:
             for reply in [] if self.group.is_lost else rows.values():
                 if len(rows) == 1:
                     self.fail(reply, error)
-                else:  # one of them raised; the others go on
+                else:  # one of them raised; retry each alone
                     self._prefill_chunks([reply], tokens)
 
     def _has_chunk(self, reply: Generation) -> bool:
@@ -347,13 +347,13 @@ class Engine:
 
     def _step(self, replies: list[Generation], drafts: Drafts) -> None:
         while replies := [each for each in replies if each in self._queue.running]:
-            # In batch order: another order would rearrange tokens and logits.
+            # Keep batch order: in another order, tokens and logits would have to be rearranged.
             replies.sort(key=lambda each: each.row.at)
             try:
                 self._loop.run(replies, drafts, self._take_checked)
                 break
             except NO_ROOM as error:
-                if drafts:  # there may be room without them
+                if drafts:  # there may be room without drafts
                     drafts = {}
                     continue
                 if len(self._queue.running) == 1:
@@ -368,7 +368,7 @@ class Engine:
                 break
 
     def _failure_of(self, error: Exception) -> Exception:
-        """The error without frames; if the rows' state was lost, the error that lost it: later ones only say so."""
+        """The error without frames. If the state of rows was lost, the first such error: later ones only repeat it."""
         is_lost = self.group.is_lost or is_evaluation_failure(error)
         failure = without_frames(error)
         if is_lost:
@@ -376,13 +376,13 @@ class Engine:
         return failure
 
     def _take_checked(self, reply: Generation) -> bool:
-        """Take a token that a check said, to be handed out behind it."""
+        """Take a token from a check; it is handed out after the check. Return whether the reply continues."""
         if (token := self._take(reply)) is not None:
             self._checked.append((reply, token))
         return token is not None and token.completion is None
 
     def _read(self, replies: Sequence[Generation]) -> list[Generation]:
-        """Wait for the next token of each running one of these, and hand it out; returns those that still run."""
+        """Wait for the next token of each of these replies that runs, and hand it out. Return those that still run."""
         try:
             reading = [each for each in replies if each in self._queue.running and each.unread]
             for reply in reading:
@@ -405,7 +405,7 @@ class Engine:
             self.fail(reply, reply.failure)
 
     def _take(self, reply: Generation) -> Token | None:
-        """Add the next unread token to the reply. None: `failure` says why not."""
+        """Add the next unread token to the reply. None: there was an error, now in `failure`."""
         sampled = reply.unread.popleft()
         token, is_wrong, logprob = sampled.read()
         try:
@@ -425,12 +425,12 @@ class Engine:
             self.ready.append((reply, token))
 
     def _keep_to_budget(self) -> None:
-        """While the running requests are beyond the budget, let the one that came last wait; the first goes on."""
+        """While the running requests exceed the budget, send the newest back to wait. The oldest always continues."""
         while len(self._queue.running) > 1 and self.group.is_over_budget:
             self._send_back()
 
     def _make_room(self, error: Exception) -> None:
-        """Let the request that came last wait again. Raises the error if it is the only one."""
+        """Send the newest running request back to wait. If only one runs, raise the error."""
         if len(self._queue.running) == 1:
             raise error
         self._send_back()
@@ -451,7 +451,7 @@ class Engine:
                 self.finish(reply, reply.end("length", note=_full(window, full)))
 
     def _shift(self, reply: Generation, window: ContextWindow) -> bool:
-        """Take the oldest turns out of the row. False: impossible, and the reply's note or failure says why."""
+        """Take the oldest turns out of the row. False: that is impossible; the reply's note or failure says why."""
         begin = window.head
         try:
             length = window.excess(reply.row.position, 1, reply.dropped)
@@ -469,7 +469,7 @@ class Engine:
         return False
 
     def _lose_all(self, error: Exception) -> None:
-        """End all running requests after a failed evaluation. Waiting requests go on in a new group."""
+        """End all running requests after a failed evaluation. Waiting requests continue in a new group."""
         self.group.close_after(error)
         for reply in list(self._queue.running):
             self.fail(reply, error)
@@ -481,25 +481,25 @@ def _full(window: ContextWindow, error: Exception) -> str:
 
 
 class ParallelGenerator:
-    """Serves requests together. A context manager, whose exit cancels running requests.
+    """Serves requests together. A context manager: its exit cancels all requests.
 
     Args:
         cache: a PrefixCache of the model.
         model: an mlx-lm model.
         tokenizer: mlx-lm's TokenizerWrapper.
-        capacity: tokens of all running requests together; shared ones count once.
+        capacity: tokens of all running requests together; shared tokens count once.
         max_rows: most requests that run at a time.
         step_size: tokens per chunk of prefill.
-        context: most tokens of a conversation at a time; None: only `capacity` bounds it. A longer conversation loses
+        context: most tokens of a conversation at a time; None: only `capacity` limits it. A longer conversation loses
             its oldest turns, before prefill or during its reply, but not its beginning.
         free_share: share of the context that such a cut frees; see `runner.engine.generation`.
-        namespace: of requests that name none, as in `PrefixCache.begin`.
-        priority: of all requests, as in `PrefixCache.begin`.
-        speculate: what is proposed to replies and checked several tokens in a pass, as in `PrefixCache.drafting`:
-            "tree", "prompt", or None: only predictions. Replies are the same, up to rounding, and with a seed as well.
-        draft_model: proposes tokens, too, where that is expected to save time; `cache` must have been made with both
-            models' caches, in this order.
-        is_alone: run one request at a time, each in a Session: for what a group refuses, as PrefixCache.alone says.
+        namespace: the namespace of requests that name none, as in `PrefixCache.begin`.
+        priority: the priority of all requests, as in `PrefixCache.begin`.
+        speculate: the source of drafts, as in `PrefixCache.drafting`: "tree", "prompt", or None: only predictions.
+            Replies, seeded ones too, are the same as without drafts, up to rounding.
+        draft_model: drafts tokens too, where that is expected to save time. `cache` must have been made with the caches
+            of both models, in this order.
+        is_alone: run one request at a time, each in a Session. `PrefixCache.alone` says when this is needed.
 
     Raises:
         ValueError: an argument out of its range.
@@ -563,21 +563,21 @@ class ParallelGenerator:
         namespace: str | None = None,
         **options: Any,
     ) -> Generation:
-        """Hand in a request; iterating over the generator serves it. Any thread may call this.
+        """Add a request; iteration over the generator serves it. Any thread may call this.
 
         Args:
             tokens: ids of the whole prompt.
-            marks: as from `render_chat`: where the system prompt and each message end. With recurrent layers, a message
-                of less than 128 tokens has no checkpoint at its end, unless it is the first or the last.
+            marks: the offsets where the system prompt and each message end, as from `render_chat`. With recurrent
+                layers, a message of less than 128 tokens gets no checkpoint at its end, except the first and the last.
             keys: as in `PrefixCache.begin`.
-            keep: with a context: tokens that stay at the beginning. Default: up to the first mark, which is the end of
-                the system prompt if there is one.
-            namespace: default: the generator's.
-            options: those of a Generation, `max_tokens` at least.
+            keep: with a context: how many tokens at the beginning always stay. Default: up to the first mark, which is
+                the end of the system prompt if there is one.
+            namespace: the namespace of the request. Default: the generator's.
+            options: the options of a Generation; `max_tokens` is required.
 
         Raises:
             ValueError: an argument out of its range, or a request that can never run: prompt and reply exceed the
-                capacity, or what must stay of the conversation exceeds the context.
+                capacity, or the part of the conversation that must stay exceeds the context.
         """
         ids, own_keys = checked_prompt(tokens, keys, marks, self._vocabulary_length)
         require_namespace(namespace or "")
@@ -617,13 +617,13 @@ class ParallelGenerator:
         return asked
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for a request that was not served yet; return whether there is one. Any thread may call this."""
+        """Wait for a new request; return whether there is one. Any thread may call this."""
         with self._arrivals:
             self._arrivals.wait_for(lambda: self._submitted or self._is_closed, timeout_s)
             return bool(self._submitted)
 
     def __iter__(self) -> Iterator[tuple[Generation, Token]]:
-        """Serve until all requests are done. After a break another iteration goes on."""
+        """Serve until all requests are done. After a break, another iteration continues."""
         with compile_mode(self._model):
             while self._engine.ready or self._round():
                 while self._engine.ready:
