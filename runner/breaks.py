@@ -47,7 +47,7 @@ from runner.text import plural, shortened
 OPENING = "the opening of the reply"  # stands for the role, for text after the last message
 BEFORE_CHARS, AFTER_CHARS = 48, 60  # characters shown before a divergence; after it, of each prompt
 FOLLOWED_CHATS = 1024  # the requests of many conversations may alternate in a log
-NAMED_MESSAGES, SHOWN_HINTS = 4, 3  # messages named by their index, and varying spans shown
+NAMED_MESSAGES, SHOWN_HINTS = 4, 3  # how many messages a line names by index; how many hints are shown
 #: Reasons why a token is lost that is or was stored.
 MEMORY_REASONS = {
     Reason.EVICTED: "evicted before a later request needed it",
@@ -368,7 +368,7 @@ class _Search:
         return known, change
 
     def _leaves_out_reasoning(self, prompt: _Prompt, index: int) -> bool:
-        """Whether the prompt is the same without the reasoning of a message."""
+        """Whether the template leaves out the reasoning of a message."""
         if index >= prompt.count or "reasoning_content" not in prompt.messages[index]:
             return False
         messages = [dict(each) for each in prompt.messages]

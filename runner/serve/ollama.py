@@ -101,7 +101,7 @@ Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), lt=2**31)]
 
 
 class OllamaOptions(Checked):
-    """Options of a request. All others, such as num_ctx, have no effect."""
+    """Options of a request. Options that are not listed here, such as num_ctx, have no effect."""
 
     num_predict: Annotated[Whole, Field(ge=-2)] | None = None
     temperature: Temperature | None = None
@@ -462,7 +462,7 @@ def shown_model(listed: Mapping[str, Any], outline: ModelOutline, parameters: in
 
 class ShowBody(Checked):
     model: str = ""
-    name: str = ""  # as older clients call it
+    name: str = ""  # the name of `model` in older clients
 
 
 def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:

@@ -500,7 +500,7 @@ class OpenAIReply:
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(), **self._timings()}
 
     async def events(self) -> AsyncIterator[str]:
-        """Server-sent events: comments during prefill, chunks, the usage if asked for, perhaps an error, [DONE]."""
+        """Yield server-sent events: comments during prefill, chunks, usage if wanted, an error if any, [DONE]."""
         try:
             async for index, part in merge_replies(self._replies):
                 if isinstance(part, PrefillProgress):

@@ -129,7 +129,7 @@ class Request:
     Attributes:
         prompt: the prompt of a text completion, as text or token ids; None: this is a chat.
         echo: whether the prompt's text is wanted with the reply.
-        max_tokens: most tokens of the reply; None: the reply may go on to the end of the context.
+        max_tokens: maximum length of the reply; None: the reply may go on to the end of the context.
         messages: the messages of a chat, in OpenAI's form, which mlx-lm's chat templates read.
         marked_texts: where to take checkpoints inside messages: (index of the message, characters before the place).
         chat_template_kwargs: arguments of the chat template; they override those of the server.
@@ -277,7 +277,7 @@ class RequestRecord(Completion):
 class OpenRequest:
     """A request that is being served. Any thread may call `put` with an event; `put` never blocks.
 
-    `cancel` calls `on_cancel`, for backends that do not poll. `on_record` gets the final record before the last event.
+    `cancel` calls `on_cancel`, for backends without polling. `on_record` gets the final record before the last event.
     The generation thread sets `prompt`, `options` of the reply, and `is_alone`: no other request may run meanwhile.
     """
 
@@ -311,7 +311,7 @@ class OpenRequest:
         return self.record.queue_ms is not None and not self.is_over
 
     def end(self, outcome: DoneReason, note: str | None = None, text: str = "") -> None:
-        """Put the last text and the record, unless the request has ended."""
+        """Put the last text, then the record. Do nothing if the request has ended."""
         if not self.is_over:
             self._close(outcome, note)
             if text:

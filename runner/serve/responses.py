@@ -65,7 +65,7 @@ T = TypeVar("T")
 RESPONSES = "/v1/responses"
 INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 << 20
-#: Seconds until a silent stream repeats an event. Codex drops a stream after 300 s without events; comments are none.
+#: Seconds after which a silent stream repeats an event. Codex drops streams after 300 s, and ignores comments.
 KEEPALIVE_S = 30
 
 

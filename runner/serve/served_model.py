@@ -96,7 +96,7 @@ class ServedModel:
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
         self._compiling: deque[OpenRequest] = deque()
         self._queue: deque[OpenRequest] = deque()  # in order of arrival: requests that wait until others have finished
-        # A model whose layers can all be cut at any token needs no marks.
+        # If all layers can be cut at any token, no checkpoints are needed, and so no marks.
         kinds = {type(each) for each in mlx_lm_border.make_prompt_cache(self.model)}
         self._is_marked = options.context is not None or kinds != {mlx_lm_border.KVCache}
 
@@ -291,7 +291,7 @@ class ServedModel:
             opened.put(first)
 
     def _new_reader(self, request: Request, prompt: RenderedPrompt) -> Callable[[], ReplyReader]:
-        """Return a function that makes the ReplyReader. If the model has no form for forced calls, all is calls."""
+        """Return what makes the ReplyReader. If the model has no form for forced calls, it reads all text as calls."""
         tokenizer, initial_state = self.tokenizer, prompt.initial_state
         machine, parser = mlx_lm_border.make_text_state_machine(tokenizer), tokenizer.tool_parser
         if request.has_plain_calls(tokenizer):

@@ -138,7 +138,7 @@ class _Part:
         self.requests.append(TraceRequest(table.keys(ids), tokens, output_tokens, time_ms, session, turn, kind))
 
     def _shared_blocks(self, fields: Fields) -> list[bytes]:
-        """The first blocks, shared with an earlier request of the part."""
+        """Return the first blocks, which an earlier request of the part has, too."""
         after = fields.record.get("after")
         if after is None:
             return []
@@ -354,7 +354,7 @@ class _RowReader:
                 yield request
 
     def _arrival_ms(self, fields: Fields, earlier: TraceRequest | None) -> int:
-        """Return when a row arrived. Without a timestamp, make up a start, or add the delay to the last reply."""
+        """Return when a row arrived. Without a timestamp: a made-up start, or the last reply's end plus the delay."""
         unit_ms, pace, delay_ms = UNITS_MS[self._unit], self._reading.pace, None
         names = fields.record.keys()
         self._has_times |= not names.isdisjoint(("timestamp", "delay"))
