@@ -1,21 +1,20 @@
 """Breaks: where the prefix of recorded conversations stops being reusable, and the report of `radixcache explain`.
 
-Each request is explained, then run through a cache of sizes, without a forward pass: what a request can resume depends
-only on the tokens, the kinds of layers and the budget.
+Each request is explained, then run through a cache that holds sizes instead of state. No forward pass is needed: what
+a request can resume depends only on the tokens, the kinds of layers and the budget.
 
-A token is *lost* if it must be evaluated although an earlier request had it at the same place behind the same messages,
-or behind a short span that differs (a date, an id), or behind another part of the prompt that differs: tools in
-another order, an argument of the template. What a request behind a compaction evaluates counts as lost, too. Other
-evaluated tokens are new. Lost tokens are counted by the reason that `explain` gives, and by the part of the prompt in
-which the prefix breaks:
+A token is *lost* if it must be evaluated although an earlier request had the same token. Before the token, the messages
+are the same, or only a short span differs (a date, an id), or only another part of the prompt (the order of tools, an
+argument of the template). All tokens that are evaluated after a compaction are lost, too. Other evaluated tokens are
+*new*. Lost tokens are counted by the reason that `explain` gives, and by the part of the prompt where it breaks:
 
     message     the message differs from the stored one: a date in the system prompt, an edited question
     part        another part differs: the list of tools, a tool's description, an argument of the template; or an agent
-                replaced the history, or went on with another model
+                replaced the history, or switched to another model
     template    the messages are the same, but the template renders them differently: it leaves out earlier reasoning
     memory      the messages are the same, but the cache lacks a checkpoint or the tokens
 
-Each model has a cache of its own: a request of an agent shares nothing with those of other models.
+Each model has a namespace of the cache: requests to different models share nothing.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from runner.script.schedule import ScheduledRequest, beginnings
 from runner.script.script import AWAITED_REPLY, ScriptError, recorded_reply
 from runner.text import plural, shortened
 
-OPENING = "the opening of the reply"  # role of the text behind the last message
-BEFORE_CHARS, AFTER_CHARS = 48, 60  # characters of text shown before a divergence, and after it of either prompt
-FOLLOWED_CHATS = 1024  # a log may have the requests of many conversations in turns
-NAMED_MESSAGES, SHOWN_HINTS = 4, 3  # messages named by their index, and varying spans shown
-#: Reasons for which a stored token is lost.
+OPENING = "the opening of the reply"  # stands for the role, for text after the last message
+BEFORE_CHARS, AFTER_CHARS = 48, 60  # characters shown before a divergence; after it, of each prompt
+FOLLOWED_CHATS = 1024  # the requests of many conversations may alternate in a log
+NAMED_MESSAGES, SHOWN_HINTS = 4, 3  # how many messages a line names by index; how many hints are shown
+#: Reasons why a token is lost that is or was stored.
 MEMORY_REASONS = {
     Reason.EVICTED: "evicted before a later request needed it",
     Reason.NO_CHECKPOINT: "stored, but the model's layers have no checkpoint there",
@@ -77,7 +76,7 @@ NO_REASONING = Change(
     "it leaves out the reasoning of earlier turns",
     "Use an argument of the template that keeps reasoning, if it has one, or turn reasoning off.",
 )
-#: What to do about a break that is no Change.
+#: What to do about a break without a Change, by `Break.piece`.
 PIECE_HINTS = {
     "message": "Put text that changes behind the text that does not.",
     "memory": "Use a larger budget; recurrent layers resume only at checkpoints.",
@@ -89,7 +88,7 @@ OPENINGS = {
     Opening.MODEL: "another model went on",
     Opening.COMPACTION: "behind a compaction",
 }
-MIN_MISSED = 1024  # tokens: providers cache in blocks, and nothing shorter
+MIN_MISSED = 1024  # tokens; providers cache whole blocks, so fewer missed tokens are normal
 
 
 @dataclass(eq=False)
@@ -97,13 +96,13 @@ class Break:
     """One kind of break, over all requests."""
 
     reason: Reason
-    piece: str  # "message", "part", "template" or "memory", see above
-    role: str  # of the message; the name of another part
-    change: Change | None = None  # what differs, if the piece is "part", or the message was moved
+    piece: str  # "message", "part", "template" or "memory"; see the top of this file
+    role: str  # the role of the message, or the name of the part
+    change: Change | None = None  # what differs, if the prompt after it is the same as before
     lost_tokens: int = 0
     cost: float = 0.0
     requests: int = 0
-    messages: dict[int, int] = field(default_factory=dict)  # by index: how many requests broke there first
+    messages: dict[int, int] = field(default_factory=dict)  # index of a message -> how many requests broke there
     example: Gap | None = None  # the gap with most lost tokens; the fields below say where it was
     conversation_id: str = ""
     turn: int = 0
@@ -112,7 +111,7 @@ class Break:
 
 @dataclass
 class VaryingSpan:
-    """The hint that most requests confirmed, and its cost over all requests."""
+    """A span that varies between prompts: the hint with the most values, and what it cost over all requests."""
 
     hint: Hint
     requests: int = 0
@@ -121,7 +120,7 @@ class VaryingSpan:
 
 @dataclass
 class OpeningRow:
-    """Requests of agents that did not go on from the request before, and what was new in them."""
+    """Requests of agents that did not continue the request before, and how many of their tokens were new."""
 
     requests: int = 0
     new_tokens: int = 0
@@ -129,10 +128,10 @@ class OpeningRow:
 
 @dataclass
 class BreakReport:
-    """How many prompt tokens were resumed and lost, and why; the break with most lost tokens first.
+    """How many prompt tokens were resumed and lost, and why. `breaks` starts with the largest loss.
 
-    `openings` and `reported_*` are of logs of agents. `reported_*` are figures that the provider gave; missed are
-    tokens that the request before had, and that the provider did not report as cached.
+    Only logs of agents have `openings` and `reported_*`. The provider reported the figures in `reported_*`. A token is
+    *missed* if the request before had it and the provider did not report it as cached.
     """
 
     requests: int = 0
@@ -151,12 +150,12 @@ class BreakReport:
 
     @property
     def new_tokens(self) -> int:
-        """Evaluated, and not lost."""
+        """Tokens that were evaluated and are not lost."""
         return self.prompt_tokens - self.resumed_tokens - self.lost_tokens
 
 
 def with_replies(conversations: Iterable[Conversation]) -> list[Conversation]:
-    """Give conversations without recorded replies short ones: without them, later prompts would break there."""
+    """Add short replies to conversations without recorded replies, because later prompts would break there."""
     reply = {"role": "assistant", "content": AWAITED_REPLY}
 
     def answered(conversation: Conversation) -> Conversation:
@@ -181,7 +180,7 @@ def unwritten_parts(tokenizer: Any, conversations: Sequence[Conversation]) -> li
 
 
 def _is_same_text(tokenizer: Any, left: list[dict[str, Any]], right: list[dict[str, Any]], tools: Any = None) -> bool:
-    """Whether the template writes the same for both; the left one has the tools."""
+    """Whether the template renders both chats to the same tokens. Only the left chat has the tools."""
     try:
         return np.array_equal(chat_tokens(tokenizer, left, tools), chat_tokens(tokenizer, right))
     except ValueError:  # the template refuses one of them
@@ -198,7 +197,7 @@ def find_breaks(
     skip_bad: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[BreakReport, int]:
-    """Run the requests in order; returns the report and how many were skipped. ScriptError: one cannot be rendered."""
+    """Run the requests in order; return the report and how many were skipped. ScriptError: one cannot be rendered."""
     cache = sized_cache(layout, budget_bytes=budget_bytes, policy=policy, tokenizer=outline.tokenizer)
     search, skipped = _Search(outline.tokenizer, cache, has_marks=layout.has_points), 0
     for index, request in enumerate(requests):
@@ -217,7 +216,7 @@ def find_breaks(
 
 
 class _Prompt:
-    """A request as its template renders it: the tokens, the same as keys, and where messages end."""
+    """A rendered request: its tokens, the keys of the tokens, and where each message ends."""
 
     def __init__(self, tokenizer: Any, request: ScheduledRequest) -> None:
         """ValueError: the template refuses the request."""
@@ -232,15 +231,15 @@ class _Prompt:
 
     @cached_property
     def opening(self) -> int:
-        """The end of all in front of the first message, if it is no system prompt; else 0."""
+        """The end of the text before the first message; 0 if the first message is a system prompt."""
         return 0 if self.messages[0]["role"] == "system" else max(self.rendered.head_ends, default=0)
 
     def end(self, count: int) -> int:
-        """The end of the first messages, or the last end in front of it that is found."""
+        """The end of the first `count` messages. If it is not known, the nearest known end before it."""
         return next(filter(None, map(self.rendered.end, range(count, 0, -1))), 0)
 
     def lasting_end(self, count: int) -> int:
-        """The end of the first messages, as far as later questions do not change the tokens of the prompt."""
+        """As `end`, but not after the offset where later turns change the tokens of the prompt."""
         return min(self.end(count), self._lasting)
 
     @cached_property
@@ -250,11 +249,11 @@ class _Prompt:
         return self.rendered.shared_with([*self.messages, *later]) or len(self.tokens)
 
     def message_at(self, offset: int) -> int:
-        """Index of the message of the token at an offset; the count of messages behind them."""
+        """Index of the message at a token offset; the number of messages if the offset is after all of them."""
         return bisect_right(range(1, self.count + 1), offset, key=self.end)
 
     def goes_on(self, start: int, end: int) -> bool:
-        """Whether the message of a span goes on behind the span for a while. A question that differs does not."""
+        """Whether the message goes on for ANCHOR tokens after a span. If not, the span is just another question."""
         border = self.opening if self.opening > start else self.end(min(self.message_at(start) + 1, self.count))
         return border - end >= ANCHOR
 
@@ -264,7 +263,7 @@ class _Search:
         self.report = BreakReport()
         self._tokenizer, self._cache, self._has_marks, self._model = tokenizer, cache, has_marks, SizedModel()
         self.breaks: dict[tuple[Any, ...], Break] = {}
-        self._models: dict[bytes, set[str]] = {}  # the models that have had these first messages
+        self._models: dict[bytes, set[str]] = {}  # digest of first messages -> the models that had them
         self._chats = ChatLog(FOLLOWED_CHATS)
         self._reported: dict[str, int] = {}  # the prompt tokens of the last request of each conversation
 
@@ -301,13 +300,13 @@ class _Search:
         broken: set[Break] = set()
         new_tokens = explanation.prompt_tokens - explanation.resumable_tokens
         for gap in explanation.gaps:
-            # State that is or was stored has been evaluated before, whatever message it is in.
+            # Tokens that are or were stored have been evaluated before, so the whole gap is lost.
             is_memory = gap.reason in MEMORY_REASONS
             lost = gap.tokens if is_memory else _covered(gap.start, gap.end, ranges)
             if gap.reason == Reason.LAST_TOKEN or lost == 0:
                 continue
             new_tokens -= lost
-            # Where a prompt parts from what is stored, nothing behind can be resumed, in this request and later ones.
+            # Nothing after the fork can be resumed, so the fork is the cause of all gaps after it.
             is_behind = fork is not None and not is_memory and gap.start >= fork.start
             at = fork if fork is not None and is_behind else gap
             is_same = at.start < max(known_end, prompt.opening)
@@ -339,18 +338,18 @@ class _Search:
         return new_tokens
 
     def _break_of(self, reason: Reason, piece: str, role: str, change: Change | None) -> Break:
-        # Messages that were moved in one way make one break, whatever their indices.
+        # The key has no index: messages that were moved in the same way make one break.
         key = (reason, piece, role, change and change.detail)
         return self.breaks.setdefault(key, Break(reason, piece, role, change))
 
     def _known_ends(self, prompt: _Prompt) -> tuple[int, int]:
-        """The end of the first messages that an earlier request had, its reply included; and one of the same model."""
+        """The end of the first messages that earlier requests or their replies had: of any model; of the same model."""
         models = [*takewhile(bool, map(self._models.get, _digests(prompt.chat, prompt.messages)))]
         own = [*takewhile(lambda each: prompt.model in each, (each for each in models if each))]
         return prompt.lasting_end(len(models)), prompt.lasting_end(len(own))
 
     def _ranges(self, prompt: _Prompt, fork: Gap | None) -> tuple[list[tuple[int, int]], Change | None]:
-        """The ranges behind the fork that an earlier prompt has too, and what changed there."""
+        """Return the ranges after the fork that an earlier prompt has, too, and what changed at the fork."""
         keys, call = prompt.keys, prompt.request.call
         if call is not None and call.opening == Opening.COMPACTION:
             return [(0, len(keys))], COMPACTED
@@ -362,14 +361,14 @@ class _Search:
         change, stored, _ = nearest
         known = ranges_in(keys, stored, fork.start)
         if not change.keeps_rest:
-            # A question that differs loses nothing; in front of other messages, the rest of a message may be the same.
+            # Only the rest of the changed message counts. A changed last message is a new question: nothing is lost.
             following = prompt.count if change.message is None else change.message + 1
             border = prompt.end(following) if following < prompt.count else 0
             known = [each for each in known if each[0] < border and each[1] - each[0] >= MIN_BEHIND]
         return known, change
 
     def _leaves_out_reasoning(self, prompt: _Prompt, index: int) -> bool:
-        """Whether the prompt is the same without the reasoning of a message."""
+        """Whether the template leaves out the reasoning of a message."""
         if index >= prompt.count or "reasoning_content" not in prompt.messages[index]:
             return False
         messages = [dict(each) for each in prompt.messages]
@@ -399,7 +398,7 @@ class _Search:
         self._reported[request.conversation.conversation_id] = call.prompt_tokens
 
     def _parted(self, span: Parting, tokens: Any, other: Any) -> Gap:
-        """What parts a prompt from an earlier one, with a few tokens of both."""
+        """Return the span that differs between a prompt and an earlier prompt, with a few tokens of both."""
         start, end = span.start, span.start + AFTER_TOKENS
         ids = tokens[max(0, start - BEFORE_TOKENS) : start], other[start:end], tokens[start:end]
         before, stored, asked = (tuple(each.tolist()) for each in ids)
@@ -407,7 +406,7 @@ class _Search:
         return Gap(span.start, span.end, Reason.DIVERGED, 0.0, None, None, before, stored, asked, *texts)
 
     def _realigned(self, prompt: _Prompt) -> tuple[Parting, Any]:
-        """The short span by which this prompt differs from an earlier one, with the most tokens behind it; and that."""
+        """Find the prompt that differs only by a short span and shares most tokens after it. Return span and prompt."""
         longest, nearest = Parting(0, 0, 0, 0), prompt.keys
         for other in self._chats.prompts(prompt.model):
             each = parting(prompt.keys, other)
@@ -439,7 +438,7 @@ def _digests(chat: Chat, messages: Sequence[dict[str, Any]]) -> Iterator[bytes]:
 
 
 def _covered(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
-    """How many of [start, end) lie in at least one range."""
+    """Count the offsets of [start, end) that lie in at least one range."""
     count, reached = 0, start
     for low, high in sorted(ranges):
         low, high = max(low, reached), min(high, end)
@@ -449,7 +448,7 @@ def _covered(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def breaks_text(report: BreakReport, *, top: int = 10) -> str:
-    """The report for people: a table of what was lost and what is new, by cause; and where most of each was lost."""
+    """Return the report as text: a table of lost and new tokens by cause, and where each break lost most."""
     total = max(1, report.prompt_tokens)
     lines = [
         f"{plural(report.requests, 'request')}, {report.prompt_tokens:,} prompt tokens: "
@@ -481,7 +480,7 @@ def _lost_rows(report: BreakReport, top: int) -> Iterator[tuple[Any, ...]]:
 
 
 def _new_rows(report: BreakReport) -> list[tuple[Any, ...]]:
-    """Why the tokens are new that are not lost."""
+    """Return the rows of new tokens, by cause."""
     rows = [("new", row.new_tokens, row.requests, OPENINGS[name]) for name, row in report.openings.items()]
     added = report.new_tokens - sum(row[1] for row in rows), report.requests - sum(row[2] for row in rows)
     rows.append(("new", *added, "messages that were added" if rows else "messages that no request had before"))
@@ -489,7 +488,7 @@ def _new_rows(report: BreakReport) -> list[tuple[Any, ...]]:
 
 
 def _reported_words(report: BreakReport) -> str:
-    """What the provider reported to an agent, beside the figures of this cache."""
+    """Return a sentence on the figures that the provider reported to an agent."""
     share = report.reported_cached_tokens / report.reported_prompt_tokens
     words = (
         f"Reported by the provider, with the parts that the logs do not hold: {report.reported_prompt_tokens:,} prompt "
@@ -504,7 +503,7 @@ def _reported_words(report: BreakReport) -> str:
 
 
 def _example_lines(each: Break) -> list[str]:
-    """The place where a break lost most."""
+    """Return the lines that show where a break lost most tokens."""
     gap = each.example
     assert gap is not None, each
     place = f"conversation {each.conversation_id}, turn {each.turn}, token {gap.start:,}"

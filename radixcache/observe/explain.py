@@ -1,12 +1,12 @@
-"""explain: why more of a prompt is not reused, range by range; and the views and metrics of a Core.
+"""explain: why a request reuses no more of a prompt, range by range. Also the views and metrics of a Core.
 
     0            resumable      matched                          prompt_tokens
     |  restored  |  stored, but  |  not in the tree: evicted,     |
-    |            |  not to be    |  parted from a stored path,    |
+    |            |  cannot be    |  diverged from a stored path,  |
     |            |  resumed      |  quarantined, or new           |
 
-The gaps tile [resumable, prompt_tokens), each with one reason. `foresee` runs the code of `begin` and changes
-nothing; the history adds what the tree no longer has. `view_of` and `snapshot_of` read the tree and all metrics.
+The gaps cover [resumable, prompt_tokens) without overlap, each with one reason. `foresee` plans as `begin` does and
+changes nothing. The history tells what the tree has lost. `view_of` reads the tree, `snapshot_of` all metrics.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from radixcache.tree.history import History
 from radixcache.tree.radix_tree import Match
 from radixcache.tree.state_tree import NodeState, StateNode
 
-#: Tokens shown before a divergence, and on both sides behind it.
+#: Tokens shown before a divergence; and after it, of the stored path and of the prompt.
 BEFORE_TOKENS, AFTER_TOKENS = 24, 16
 
 
 class Foresight(NamedTuple):
-    """What `begin` would find, and how far it would get if all buffers could be read.
+    """What `begin` would find. `readable` is the plan if the buffers of all sessions could be read.
 
     Attributes:
-        windows: for each window the number of layers that have it, and the token from which on it is stored, without a
-            gap, up to where the request resumes.
+        windows: for each size of sliding windows: the number of layers, and the first token from which the window is
+            stored, without a gap, up to where the request resumes.
         quarantined_from: offset from which on the keys are quarantined; None: they are not.
         in_store: what the store has of the prompt beyond memory; None: there is no store.
     """
@@ -56,11 +56,11 @@ class Gap:
     """The tokens [start, end) of a prompt that must be evaluated, and why.
 
     Attributes:
-        cost: of evaluating them, in the cost_unit of the explanation.
-        tick: of the eviction, or of the removal if it may be stored again; else None.
+        cost: cost of evaluating the tokens, in the cost_unit of the explanation.
+        tick: logical time of the eviction, or of the removal after verify found wrong state; else None.
         checkpoint: offset of the evicted checkpoint; None: the tokens were evicted.
-        before, stored, asked: at a divergence: a few tokens before `start`, then of the stored path and of the prompt.
-        before_text, stored_text, asked_text: the same decoded, if the PrefixCache has a tokenizer.
+        before, stored, asked: a few tokens before a divergence; after it, those of the stored path and of the prompt.
+        before_text, stored_text, asked_text: the same tokens as text, if the PrefixCache has a tokenizer.
     """
 
     start: int
@@ -90,19 +90,19 @@ _WHERE = {"disk": "on disk", "redis": "in Redis"}
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a request for a prompt would find, and why not more. `str()` is a report of a few lines.
+    """What a request for a prompt would reuse, and why it would not reuse more. `str()` gives a report of a few lines.
 
     Attributes:
         matched_tokens, resumable_tokens: as matched_tokens and cached_tokens of a Session.
-        gaps: the pieces of [resumable_tokens, prompt_tokens).
+        gaps: the ranges to evaluate; together they are [resumable_tokens, prompt_tokens).
         hints: spans that vary from prompt to prompt, while the text after them is the same.
         windows: for each size of sliding windows: the number of layers, and the first stored token of the window at
             resumable_tokens. Empty if nothing is resumed.
         cost_unit: of all costs: "tokens", "flops" or "seconds".
-        disk_tokens: how many first tokens are in stores, if these are more than can be resumed; else 0.
-        read_tokens: how many of them `begin` would read; reading the rest is expected to be slower than prefill.
-        tiers: name of each store, in the order of reading, and how many first tokens it has.
-        path: where the nodes of the tree end that have the matched tokens; the last one may reach beyond them.
+        disk_tokens: length of the prefix in stores, if it is longer than resumable_tokens; else 0.
+        read_tokens: how many of disk_tokens `begin` would read; reading the rest is expected to be slower than prefill.
+        tiers: for each store, in the order of reading: its name, and the length of the prefix that it has.
+        path: ends of the tree's nodes with the matched tokens; the last node may end after the match.
         change: the part of the chat that differs from an earlier chat at the fork; None: not known, or no chat given.
     """
 
@@ -121,7 +121,7 @@ class Explanation:
 
     @property
     def fork(self) -> Gap | None:
-        """Where the prompt leaves a stored path that goes on differently; None: it does not."""
+        """The gap where the prompt diverges from a stored path; None: it does not."""
         return next((gap for gap in self.gaps if gap.reason == Reason.DIVERGED), None)
 
     @property
@@ -169,7 +169,7 @@ class About(NamedTuple):
 
 
 def stats_of(core: Core, about: About) -> CacheStats:
-    """What a cache has done and holds. The lock is held."""
+    """Return the counts and bytes of a cache. The caller holds the lock."""
     states, verifier, pinned_bytes, suffixes = core.states, core.verifier, core.pins.nbytes, core.draft_index.suffixes
     account, ledger = states.account, states.account.ledger
     counts: dict[str, Any] = {**states.tally.counts(), **core.counts}
@@ -213,7 +213,7 @@ def stats_of(core: Core, about: About) -> CacheStats:
 
 
 def in_a_line(core: Core, about: About) -> str:
-    """A cache in a few words; takes no lock."""
+    """Describe a cache in a few words; takes no lock."""
     states = core.states
     ledger, slots = states.account.ledger, core.slots.figures()
     taken = sum(is_open for is_open, _, _ in slots)
@@ -222,7 +222,7 @@ def in_a_line(core: Core, about: About) -> str:
 
 
 def view_of(core: Core, namespace: str | None, about: About) -> TreeView:
-    """A view of one namespace, or of all (None)."""
+    """Return a view of one namespace, or of all namespaces (None)."""
     budget_bytes = core.states.account.ledger.budget_bytes
     facts = ("policy", about.policy), ("budget", bytes_words(budget_bytes) if budget_bytes < 1 << 60 else "no limit")
     view = collect(core.states, core.pins, namespace, core.settings.live_slots, about.tokenizer)
@@ -230,7 +230,7 @@ def view_of(core: Core, namespace: str | None, about: About) -> TreeView:
 
 
 def snapshot_of(core: Core, namespace: str | None, about: About) -> StatsSnapshot:
-    """All metrics; of one namespace only the counts of its nodes and pins."""
+    """Return all metrics. For one namespace, return only the counts of its nodes and pins."""
     states, pins = core.states, core.pins
     seen: dict[str, Any] = {}
 
@@ -248,7 +248,7 @@ def snapshot_of(core: Core, namespace: str | None, about: About) -> StatsSnapsho
 def explanation_of(
     core: Core, prompt: TokenIds, keys: Keys, namespace: str, about: About, chat: Chat | None = None
 ) -> Explanation:
-    """What a request for a prompt would find, and why not more; changes nothing. Of a chat, the part that differs."""
+    """Explain what a request for a prompt would reuse; changes nothing. For a chat, name the part that differs, too."""
     if chat is not None and about.tokenizer is None:
         raise ValueError("explain got a chat, but the cache has no tokenizer; pass tokenizer= to PrefixCache.")
     states, length = core.states, len(keys)
@@ -296,10 +296,10 @@ def explanation_of(
 def _causes(
     foresight: Foresight, history: History, prompt: TokenIds, keys: Keys, namespace: str
 ) -> Iterator[tuple[int, Reason, dict[str, Any]]]:
-    """Up to where each reason holds, in order, with more fields of a Gap. It begins where the one before it ends."""
+    """Yield in order: the end of a gap, its reason, more fields of the Gap. A gap begins where the one before ends."""
     plan, readable, length = foresight.plan, foresight.readable, len(keys)
     matched, cut = plan.matched, foresight.quarantined_from
-    # Stored, and not to be resumed. In exact mode a plan may match more than the tree.
+    # Stored, but cannot be resumed. In exact mode a plan may match more than the tree.
     yield readable.resume, Reason.LIVE_ELSEWHERE, {}
     stored_end = min(matched, length - 1)
     if readable.reason in (Reason.NO_CHECKPOINT, Reason.WINDOW_GAP):
@@ -324,9 +324,9 @@ def _causes(
 
 
 def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
-    """What a session on a prompt would find, or `fetch` if no slot is free; changes and evaluates nothing.
+    """Return what `begin` would find for a prompt, or `fetch` if no slot is free. Changes and evaluates nothing.
 
-    Gives the lock up while a store is asked.
+    Releases the lock while it asks a store.
     """
     limit, states, in_store = len(keys) - 1, core.states, None
     if core.tier is not None:
@@ -337,7 +337,7 @@ def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
     gone = sum(1 << path.slot for path in core.slots.vanished_paths())
     for node in match.path if gone else []:
         if node.payload.spans is None and not node.payload.live_mask & ~gone:
-            # The next request gives up what only the buffers of a vanished session hold.
+            # Only the live buffers of a vanished session hold this state. The next request drops it.
             match = Match(node.parent or node, node.start, match.path[: match.path.index(node)])
             break
     has_slot = not all(path.is_open for path in core.slots.paths)
@@ -351,7 +351,7 @@ def foresee(core: Core, keys: Keys, namespace: str) -> Foresight:
 
 
 def _stored_behind(match: Match[Any]) -> tuple[int, ...]:
-    """Keys of the stored path behind a match, along the newest children; empty: the path ends there."""
+    """Return keys of the stored path after a match, along the newest children; empty: the path ends there."""
     node: StateNode = match.node
     at = match.offset - node.start
     shown = node.edge[at : at + AFTER_TOKENS].tolist()
@@ -391,7 +391,7 @@ def _in_words(gap: Gap) -> str:
 
 
 def _joined(gaps: Sequence[Gap]) -> Iterator[str]:
-    """A line for each gap, and one line for neighbours that were evicted in several steps."""
+    """Yield a line for each gap. Neighbours that were evicted in several steps share one line."""
     for is_evicted, group in groupby(gaps, lambda gap: gap.reason == Reason.EVICTED and gap.checkpoint is None):
         run = list(group)
         if not is_evicted or len(run) == 1:

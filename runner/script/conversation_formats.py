@@ -1,8 +1,8 @@
-"""From JSON records to conversations. `FORMS` is the table of all forms that are known.
+"""Turns JSON records into conversations. `FORMS` is the table of all known forms.
 
-A record is of the first form whose keys it has. A row is data: where the turns are, which keys hold role, text, id and
-user, and what the roles are called. What no row can say is a function: `read` makes records of other forms from one
-record, and `join` from all records of a file. For a new form add a row; the page of docs/ is made from the table.
+A record has the first form of the table whose keys it has. A row is data: where the turns are, which keys hold role,
+text, id and user, and the names of the roles. Functions do the rest: `read` turns one record into records of other
+forms, and `join` does so with all records of a file. For a new form, add a row; docs/generate.py lists the rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from runner.script.conversation import (
 from runner.text import printable, shortened, shown
 
 _ROLES = {**dict(zip(ROLES, ROLES, strict=True)), "function": "tool"}
-# Speakers, as the many converters to ShareGPT's form name them; in any case.
+# Names of speakers in files of ShareGPT's form, in lower case. Each converter to this form has its own names.
 _SPEAKERS = {
     **_ROLES,
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -58,12 +58,12 @@ _SPEAKERS = {
     **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
 _CALLERS = ("function_call", "tool_call")  # speakers whose text is a call as JSON
-# Chat templates read no other keys of messages (refusal, annotations, audio ...).
+# Besides role and content, chat templates read only these keys of messages. Others are dropped, such as refusal.
 _MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
-#: Keys of a body of an API that this reader knows beside those of the API.
+#: Keys that this reader reads in the body of an API besides the keys of the API.
 _BESIDE = ("calls", "first_turn", "id", "is_request", "metadata", "model", "user")
 Read = Callable[[Record], Iterable[dict[str, Any]]]
-#: Public traces that have no text, by their keys or columns.
+#: Public traces with lengths and no text, each with the keys or columns that identify it.
 _LENGTHS_ALONE = {
     "BurstGPT's table": {"Timestamp", "Request tokens", "Response tokens"},
     "a table of Azure's LLM inference traces": {"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
@@ -75,23 +75,23 @@ _LENGTHS_ALONE = {
 class Form:
     """A form of conversations: a row of `FORMS`.
 
-    A value is named by its key, or by a path of keys such as `message/author`. Of several names for one value, with
-    blanks between, the first that is there counts.
+    A value is named by its key, or by a path of keys such as `message/author`. A field may have several names for one
+    value, separated by blanks: the first name that the record has counts.
 
     Attributes:
-        about: what a record is, for people.
-        keys: what a record must have; `a|b` is one of several. Without `read` and `join` it is one key, which has the
-            list of turns; if turns have a `parent`, the turns of a tree by their names.
-        tells: a further condition.
-        role, content, parent: values of a turn. A turn that is a text alone is the user's, if `has_bare_turns`.
-        callee: the value that names the tool that a reply calls; "all": none.
-        roles: the role that each name of a role means; names are in lower case.
-        id, user: values of a record, or a pattern of some; `{file}` is the name of the file.
-        has_tools_beside: `TOOL_FILES` has the tools.
+        about: what a record is, for the docs.
+        keys: the keys that a record must have; `a|b` means one of them. Without `read` and `join`, the only key has the
+            list of turns; if turns have a `parent`, it has an object that maps names to turns.
+        tells: a further condition on the record.
+        role, content, parent: names of values of a turn. With `has_bare_turns`, a turn may be the user's text alone.
+        callee: names the value of a reply that is the name of the called tool; the value "all" means no call.
+        roles: maps each name of a role, in lower case, to a role.
+        id, user: names of values of a record, or a pattern with such names; `{file}` is the name of the file.
+        has_tools_beside: a file named in `TOOL_FILES`, near the record's file, has the tools.
         is_body: a record may be the body of one request of a log.
-        read: makes records of other forms from one record.
-        join: makes records of other forms from all records of a file, and says where each of them begins. A file is of
-            this form if one of its first records has the keys.
+        read: turns one record into records of other forms.
+        join: turns all records of a file into records of other forms, each with its place in the file. A file has this
+            form if one of its first records has the keys.
     """
 
     name: str
@@ -122,7 +122,7 @@ def is_message(value: Any) -> bool:
 
 
 def conversations_in(value: Any) -> list[Any]:
-    """The conversations in one JSON value: InterCode has many in one object, by number."""
+    """Return the conversations in one JSON value. A file of InterCode is one object with many, by number."""
     if isinstance(value, dict) and value and all(isinstance(v, dict) and "turn_history" in v for v in value.values()):
         return list(value.values())
     return [value]
@@ -133,7 +133,7 @@ def form_of(value: Any) -> Form | None:
 
 
 def joining_form(values: Iterable[Any]) -> Form | None:
-    """The form whose conversations are several records of a file, if one of the first records says so."""
+    """Return the first form of `values` that joins several records into a conversation; None: there is no such form."""
     return next((form for form in map(form_of, values) if form and form.join), None)
 
 
@@ -154,13 +154,13 @@ def parse_record(record: Record) -> Iterator[Conversation]:
 
 
 def lengths_alone(keys: Iterable[str]) -> str:
-    """The name of a form that has lengths and no text, by its keys or columns; '': it is none."""
+    """Name the public trace without text that has these keys or columns; '': there is none."""
     found = {key.strip('"') for key in keys}
     return next((name for name, needed in _LENGTHS_ALONE.items() if needed <= found), "")
 
 
 def checked_messages(values: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Messages in OpenAI's form, with the keys that templates know. InputError: the first bad one."""
+    """Return messages in OpenAI's form, with the keys that templates read. InputError: the first wrong message."""
     expect(isinstance(values, list), f"{where}: messages is", values, "a list of messages")
     read = [_message(value, Form("", "", "messages"), f"{where}: message {at}") for at, value in enumerate(values)]
     lacking = next((at for at, (_, left_out) in enumerate(read) if left_out), None)
@@ -183,9 +183,9 @@ def _unknown(record: Record) -> InputError:
 
 
 def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
-    """The conversation of a record, or one for each path of its tree, which asks what no path before it has asked.
+    """Yield the conversation of a record. A tree has one conversation for each path that has new messages.
 
-    The paths share their messages.
+    The conversations of a tree share message objects.
     """
     value, where = record.value, record.where
     turns = value[form.keys]
@@ -209,13 +209,13 @@ def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
     base = _name(record, form.id) or record.default_id
     whole = Conversation(
         conversation_id=base,
-        # The requests of one log keep their order.
+        # All requests of a log get the same user, so that they keep their order.
         user=printable(record.path.stem) if is_request else _name(record, form.user) or base,
         messages=(),
         tools=checked_tools(tools, where),
         source=f"{printable(record.path.name)}:{record.line}",
         replies_recorded=not (form.has_bare_turns and all(isinstance(turn, str) for turn in turns)),
-        calls=calls if isinstance(calls := value.get("calls"), tuple) else (),  # JSON has no tuples
+        calls=calls if isinstance(calls := value.get("calls"), tuple) else (),  # only our readers make tuples
         arguments={**reasoning_arguments(value), **(arguments or {})},
         is_request=is_request,
     )
@@ -243,17 +243,17 @@ def _conversations(record: Record, form: Form) -> Iterator[Conversation]:
 
 
 def _left_out(record: dict[str, Any]) -> Counter[str]:
-    """What a reader has left out of a record, and what stands beside the messages; the server leaves that out, too."""
+    """Count what a reader left out of a record, and parts beside the messages, which the server leaves out, too."""
     left_out, documents = record.get("left_out"), record.get("documents")
-    counted = Counter(left_out) if isinstance(left_out, Counter) else Counter[str]()  # JSON has no counters
+    counted = Counter(left_out) if isinstance(left_out, Counter) else Counter[str]()  # only readers make counters
     counted.update(f"{key} beside messages" for key in ("choices", "output", "response") if record.get(key))
     return counted + Counter({"document beside messages": len(documents) if isinstance(documents, list) else 0})
 
 
 def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, Counter[str]]:
-    """A turn as a message in OpenAI's form, with the keys that templates know; and what of it has no text, by type.
+    """Return a turn as a message in OpenAI's form, with the keys that templates read; and counts of parts without text.
 
-    None: a turn of a tree without anything, or of the system with nothing but a billing line.
+    The message is None for an empty turn of a tree, and for a system turn with only a billing line.
     """
     left_out: Counter[str] = Counter()
     names = form.role.split()[0], form.content.split()[0]
@@ -320,12 +320,12 @@ def _message(turn: Any, form: Form, where: str) -> tuple[dict[str, Any] | None, 
 
 
 def _name(record: Record, patterns: str) -> str:
-    """An id or a user as text, which may be a number in the record; '': there is none."""
+    """Return an id or a user as text, even if the record has a number; '': there is none."""
     known = {**record.value, "file": printable(record.path.stem)}
     for pattern in patterns.split():
         pattern = pattern if "{" in pattern else f"{{{pattern}}}"
         parts = {key: value_at(known, key) for key in re.findall(r"{(.+?)}", pattern)}
-        # What stands deeper in a record is of another program, which may have anything there.
+        # Another program writes the values at deeper paths. If such a value is no name, it is ignored.
         if any(part is None or ("/" in key and not _is_name(part)) for key, part in parts.items()):
             continue
         for key, part in parts.items():
@@ -340,7 +340,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _tools_value(record: dict[str, Any], where: str) -> Any:
-    """The tool list, which ShareGPT files have as JSON text, and older bodies of OpenAI's API as `functions`."""
+    """Return the tool list. ShareGPT files have it as JSON text, older bodies of OpenAI's API as `functions`."""
     tools, functions = (
         json_of(None if record.get(name) == "" else record.get(name)) for name in ("tools", "functions")
     )
@@ -350,7 +350,7 @@ def _tools_value(record: dict[str, Any], where: str) -> Any:
     return [*map(as_tool, functions)]
 
 
-# What no row can say
+# Functions for `read`, `join` and `tells`
 
 
 def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]], turns: str) -> Read:
@@ -359,7 +359,7 @@ def _read_api(chat_of_log: Callable[[dict[str, Any]], dict[str, Any]], turns: st
         try:
             chat = {**chat_of_log(given), **{key: given[key] for key in _BESIDE if key in given}}
             left_out = chat["left_out"] + _left_out(given)
-            if (counted := given.get("counted")) and isinstance(counted, tuple):  # JSON has no tuples
+            if (counted := given.get("counted")) and isinstance(counted, tuple):  # only our readers make tuples
                 left_out -= chat_of_log({turns: [*counted]})["left_out"]
             yield {**chat, "left_out": left_out}
         except ValidationError as error:
@@ -374,9 +374,9 @@ def _is_response(record: dict[str, Any]) -> bool:
 
 
 def _read_logged(record: Record) -> Iterator[dict[str, Any]]:
-    """A body whose last turn is its reply, as batches, stored completions and proxies keep them.
+    """Yield the body of a batch, a stored completion or a log of a proxy, with the reply as its last turn.
 
-    Counted as left out: further replies, and a response without one.
+    Further replies are counted as left out, and so is a response without a reply.
     """
     value, where = record.value, record.where
     given = value_at(value, "body/body request/body params/body body request params")
@@ -437,7 +437,7 @@ def _read_helicone(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def _read_preferred(record: Record) -> Iterator[dict[str, Any]]:
-    """The conversation with the preferred reply; the other one is counted as left out."""
+    """Yield the conversation with the preferred reply. The other reply is counted as left out."""
     asked, said = object_of(record.value["input"]), record.value["preferred_output"]
     messages = asked.get("messages")
     are_lists = isinstance(messages, list) and isinstance(said, list)
@@ -466,7 +466,7 @@ def _read_webui(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def _tau_tools(messages: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]] | None:
-    """The tool list beside the trajectories, or one folder up: by the file's name, else by the calls."""
+    """Find the tool list in the trajectories' folder or one folder up: by the file's name, else by the called tools."""
     folders = (path.parent, path.parent.parent)
     found = [folder / name for folder in folders for name in TOOL_FILES if (folder / name).is_file()]
     named = [tools for tools in found if tools.name.split("_")[0] in path.name]
@@ -478,7 +478,7 @@ def _tau_tools(messages: Sequence[dict[str, Any]], path: Path) -> list[dict[str,
     return None
 
 
-@lru_cache(maxsize=len(TOOL_FILES))  # every trajectory of a file asks for its list
+@lru_cache(maxsize=len(TOOL_FILES))  # all trajectories of a file need the same list
 def _read_tools(path: Path, modified_ns: int) -> tuple[dict[str, Any], ...] | None:
     return checked_tools(read_json(path, "a list of tools", InputError), f"{path}:1")
 
@@ -490,7 +490,7 @@ def _read_intercode(record: Record) -> Iterator[dict[str, Any]]:
     are_lists = isinstance(actions, list) and isinstance(observations, list) and len(observations) <= len(actions)
     expect(are_lists, f"{record.where}: turn_history is", history, "lists of actions and observations")
     messages = [{"role": "user", "content": record.value.get("query")}]
-    # Nothing answered the observation after the last action.
+    # The observation after the last action has no reply, so it is left out.
     for action, observation in zip_longest(map(_as_text, actions), map(_as_text, observations[: len(actions) - 1])):
         messages.append({"role": "assistant", "content": action})
         messages += [{"role": "user", "content": observation}] * (observation is not None)
@@ -499,7 +499,7 @@ def _read_intercode(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def _as_text(value: Any) -> str:
-    """An observation of an environment, which may be rows of a table."""
+    """Return an action or an observation as text. An observation may be rows of a table."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

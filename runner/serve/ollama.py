@@ -1,17 +1,17 @@
 """Ollama's API: bodies, their translation to OpenAI's form, replies, models, routes. Never imports MLX.
 
-    OllamaChatBody, GenerateBody   what the client sent, checked; become a Request by way of ChatBody
+    OllamaChatBody, GenerateBody   the checked body of a request; becomes a body of OpenAI's API, then a Request
     OllamaReply                    the reply, whole or as lines of JSON
     ollama_routes                  POST /api/chat, /api/generate, /api/show; GET /api/tags, /api/ps, /api/version, /
 
-`chat_messages` turns messages into OpenAI's form, which chat templates take:
+`chat_messages` turns messages into OpenAI's form, which chat templates read:
 
     thinking               ->  reasoning_content
-    tool_calls             ->  tool_calls with ids, which most of Ollama's clients do not have
-    tool_name, of a tool   ->  name, and the id of the first call of that name that has no result yet
+    tool_calls             ->  tool_calls with ids; most of Ollama's clients send no ids
+    tool_name of a result  ->  name, and the id of the first call of this tool that has no result yet
 
-A model has the tag `latest` in lists, and is found with and without it. A body without messages or prompt loads the
-model. `null` means the same as no field, and options that the server does not know have no effect.
+Lists show a model with the tag `latest`; a request may leave the tag out. A body without messages or prompt loads the
+model. A field that is `null` counts as missing. Options that the server does not know have no effect.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from runner.serve.service import IDLE_S, ServedReply, Service, namespace_of, rea
 
 CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
 LINES = "application/x-ndjson"
-#: The version of Ollama whose API this is. Clients refuse versions that are too old for them.
+#: The version of Ollama that this server reports. Clients refuse versions that are too old for them.
 OLLAMA_VERSION = "0.12.11"
 LATEST = ":latest"
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # in Ollama's words
-MAX_CALLS = 1000  # of a message: each result looks for its call
-REPEAT_LAST_N = 64  # tokens that penalties count, as in Ollama
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # Ollama's names
+MAX_CALLS = 1000  # calls of one message; each tool result searches all of them for its call
+REPEAT_LAST_N = 64  # penalties look at so many last tokens; Ollama's default
 #: Fields of a body and of its messages that no other API has.
 OWN_FIELDS = frozenset(("context", "format", "keep_alive", "options", "raw", "template", "think"))
 OWN_MESSAGE_FIELDS = frozenset(("images", "thinking", "tool_name"))
@@ -96,12 +96,12 @@ def _known_format(format: Any) -> Any:
 Images = Annotated[
     list[Any] | None, _refuse_value("images are not taken here; /v1/chat/completions and /v1/messages take them")
 ]
-#: Many clients write numbers with a point.
+#: Many clients write a whole number with a decimal point, such as 5.0.
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), lt=2**31)]
 
 
 class OllamaOptions(Checked):
-    """Options of a request. All others, such as num_ctx, have no effect."""
+    """Options of a request. Options that are not listed here, such as num_ctx, have no effect."""
 
     num_predict: Annotated[Whole, Field(ge=-2)] | None = None
     temperature: Temperature | None = None
@@ -116,7 +116,7 @@ class OllamaOptions(Checked):
     repeat_last_n: Annotated[Whole, Field(ge=-1)] | None = None
 
     def in_chats(self) -> dict[str, Any]:
-        """As fields of a chat. A negative number of tokens, and a negative seed, mean the same as none."""
+        """Return the options as fields of ChatBody. A `num_predict` below 1 or a negative seed counts as missing."""
         last_n = REPEAT_LAST_N if self.repeat_last_n is None else self.repeat_last_n
         penalties = {
             "repetition_penalty": self.repeat_penalty,
@@ -183,7 +183,7 @@ def chat_messages(messages: Iterable[OllamaMessage]) -> Iterator[dict[str, Any]]
 
 
 class OllamaBody(Checked):
-    """What both bodies have in common. Fields that it does not name are those of a chat: `tool_choice` and so on."""
+    """The fields that both bodies share. Other fields go to the body of OpenAI's API: `tool_choice` and so on."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -203,7 +203,7 @@ class OllamaBody(Checked):
         return {"type": "object"} if self.format else None
 
     def _fields(self, options: ServeOptions) -> dict[str, Any]:
-        """What bodies of OpenAI's API have, too."""
+        """Return the fields for a body of OpenAI's API, except messages and prompt."""
         return {
             **(self.model_extra or {}),
             **self.options.in_chats(),
@@ -273,7 +273,7 @@ class GenerateBody(OllamaBody):
 
 
 def is_ollama(body: Mapping[str, Any]) -> bool:
-    """Whether a body has what only Ollama's API has. Of a chat, any other body makes the same prompt in all APIs."""
+    """Whether a body has fields that only Ollama's API has. Any other chat gives the same prompt in all APIs."""
     messages = body.get("messages")
     found = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     is_generate = "prompt" in body and "system" in body
@@ -285,7 +285,7 @@ def is_ollama(body: Mapping[str, Any]) -> bool:
 
 
 def ollama_request(body: Mapping[str, Any], options: ServeOptions, namespace: str) -> Request:
-    """The Request of a body of either kind. ApiError: a field is wrong."""
+    """Make a Request from a body of either kind. ApiError: a field is wrong."""
     kind: type[OllamaChatBody | GenerateBody] = OllamaChatBody if "messages" in body else GenerateBody
     return check_body(kind, body).request(options, namespace)
 
@@ -304,7 +304,7 @@ def _written_time(time_s: float) -> str:
 
 
 class OllamaReply:
-    """Writes one reply. The last object has `done`, why and how long, and what was reused."""
+    """Writes one reply. The last object has `done`, its reason, durations, and the number of cached tokens."""
 
     def __init__(
         self, reply: ServedReply, model: str, *, is_chat: bool, has_logprobs: bool = False, is_load: bool = False
@@ -314,14 +314,14 @@ class OllamaReply:
 
     async def whole(self) -> dict[str, Any]:
         parts = [part async for part in self._reply if isinstance(part, Token)]
-        if self._is_load:  # its one token is not shown
+        if self._is_load:  # a load generates one token, which is not shown
             return {**self._object(), "done": True, "done_reason": "load"}
         return {**self._object(*parts), **self._end()}
 
     async def events(self) -> AsyncIterator[str]:
-        """Lines of JSON. During a long prefill some are empty, as clients drop silent connections.
+        """Yield lines of JSON. An error is the last line.
 
-        A failure is the last of them.
+        During a long prefill, yield lines without text, because clients drop silent connections.
         """
         tokens: list[Token] = []
         told_s = time.monotonic()
@@ -352,7 +352,7 @@ class OllamaReply:
         return {**head, "done": False, **({"logprobs": logprobs} if logprobs else {})}
 
     def _end(self) -> dict[str, Any]:
-        """What the last object has. `prompt_eval_count` are all tokens of the prompt."""
+        """Return the fields of the last object. `prompt_eval_count` counts cached tokens, too."""
         record = self._reply.record
         assert record is not None
         queue_ms, decode_ms = record.queue_ms or 0.0, sum(record.gaps_ms)
@@ -387,14 +387,14 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(256)
 def _parameters(folder: Path, digest: str) -> int:
-    """Count a model's parameters, once while its files stay the same; 0: they cannot be read."""
+    """Count a model's parameters; 0: its files cannot be read. A new `digest` means changed files, so count again."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return parameter_count(folder)
     return 0
 
 
 def listed_model(name: str, spec: str, started_at: str) -> dict[str, Any]:
-    """A model of a list, by its files on this machine. `started_at` is when a model without files was made."""
+    """Describe a model for a list, from its files on this machine. `started_at`: the date of a model without files."""
     folder = stored_folder(spec)
     weights = [] if folder is None else sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     stats = [file.stat() for file in weights]
@@ -431,7 +431,7 @@ def model_details(config: Mapping[str, Any], parameters: int) -> dict[str, Any]:
 
 
 def shown_model(listed: Mapping[str, Any], outline: ModelOutline, parameters: int) -> dict[str, Any]:
-    """What POST /api/show says of a model."""
+    """Return the reply to POST /api/show."""
     tokenizer, config = outline.tokenizer, {**outline.config, **(outline.config.get("text_config") or {})}
     family = str(outline.config.get("model_type", ""))
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
@@ -462,7 +462,7 @@ def shown_model(listed: Mapping[str, Any], outline: ModelOutline, parameters: in
 
 class ShowBody(Checked):
     model: str = ""
-    name: str = ""  # as older clients call it
+    name: str = ""  # the name of `model` in older clients
 
 
 def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
@@ -525,7 +525,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
         body = await read_json(request, partial(check_body, ShowBody))
         return to_json(await asyncio.to_thread(show, own_name(body.model or body.name, options)))
 
-    # The next two read files, so they run on a thread.
+    # The next two routes read files. They are plain functions, so FastAPI runs them on a thread.
     @router.head("/api/tags", include_in_schema=False)
     @router.get("/api/tags")
     def tags() -> Response:
@@ -533,7 +533,7 @@ def ollama_routes(service: Service, options: ServeOptions) -> APIRouter:
 
     @router.get("/api/ps")
     def running() -> Response:
-        """The model that the server was started with. Which other one is in memory may be another tenant's business."""
+        """List only the model that the server was started with. Other models in memory may belong to other tenants."""
         return to_json({"models": [{**each, "size_vram": each["size"]} for each in listed(options.listed_names)]})
 
     @router.head("/api/version", include_in_schema=False)

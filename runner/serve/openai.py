@@ -1,11 +1,11 @@
 """OpenAI's API as mlx_lm.server has it: chats, text completions, models, health.
 
-    ChatBody, CompletionBody    what the client sent, checked; `request` makes the Request of it
+    ChatBody, CompletionBody    the checked body of a request; `request` makes a Request from it
     OpenAIReply                 the reply, whole or as server-sent events
     openai_routes               the routes
 
-Names, defaults and replies are those of mlx_lm.server 0.32.2; some ranges are narrower (request.py). `null` means the
-same as no field. docs/serve-differences.md lists the differences.
+Names, defaults and replies match mlx_lm.server 0.32.2. Some fields accept narrower ranges (request.py). A field that is
+`null` counts as missing. docs/serve-differences.md lists the differences.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ from runner.serve.service import (
 from runner.serve.volatile import MOVES, behind_tools
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MAX_CHOICES, MAX_REPLIES = 8, 64  # for a prompt, as `n`; of a request with several prompts
-LEAST_LOGPROB = -9999.0  # stands for the logarithm of 0: JSON has no infinities
-#: Files that every repository with a model for mlx-lm has, as in mlx_lm.server.
+MAX_CHOICES, MAX_REPLIES = 8, 64  # the largest `n` of a prompt; the most replies to one request
+LEAST_LOGPROB = -9999.0  # written for the logarithm of 0, because JSON has no infinities
+#: A repository with all these files has a model for mlx-lm. mlx_lm.server uses the same rule.
 MODEL_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 
-# Arguments of tokenizer.apply_chat_template that are no variables of a template; a request may not set them.
+# Arguments that tokenizer.apply_chat_template uses itself. A request may not set them as variables of a template.
 NOT_OF_TEMPLATES = frozenset((
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "padding",
     "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
@@ -102,7 +102,7 @@ def _require_count(logprobs: Any) -> Any:
 
 
 def _prompts(prompt: Any) -> Any:
-    """A list of prompts, each a text or token ids, of any form that OpenAI's API takes."""
+    """Return a list of prompts; each is a text or a list of token ids. A single prompt may come without a list."""
 
     def is_id(value: Any) -> bool:
         return type(value) is int and 0 <= value < 1 << 31
@@ -128,7 +128,7 @@ IDS = {"type": "array", "items": {"type": "integer"}}
 PROMPTS = {"anyOf": [{"type": "string"}, IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, IDS]}}]}
 COUNTED = {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 20}]}
 
-# These objects stay as they are, with all fields for the chat template; _check_message and _check_function check them.
+# Messages and tools stay plain dicts: chat templates read all fields. _check_message and _check_function check them.
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 TEXT = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
 TEXTS = {"type": "array", "items": {**TEXT, "required": ["type", "text"]}}
@@ -141,7 +141,7 @@ Function = Annotated[dict[str, Any], AfterValidator(_require_name), WithJsonSche
 
 
 class OpenAIBody(Sampling):
-    """What both bodies have in common."""
+    """The fields that both bodies share."""
 
     model: Name = DEFAULT
     adapters: Name | None = None
@@ -170,7 +170,7 @@ class OpenAIBody(Sampling):
         return Request(names, most, sampling=sampling, stop_words=self.stop, namespace=namespace)
 
     def requests(self, namespace: str) -> list[Request]:
-        """Return a Request for each choice: `n` for each prompt. They differ in their seeds."""
+        """Return a Request for each choice: `n` for each prompt. The Requests of one prompt differ in the seed."""
         first = self.request(namespace)
         seeds = [None if self.seed is None else (self.seed + index) % (1 << 64) for index in range(self.n)]
         samplings = [first.sampling.model_copy(update={"seed": seed}) for seed in seeds]
@@ -182,7 +182,7 @@ class OpenAIBody(Sampling):
 
 
 class CompletionBody(OpenAIBody):
-    """The body of POST /v1/completions. An integer as `logprobs` means `top_logprobs`, in the form of this route."""
+    """The body of POST /v1/completions. An integer `logprobs` asks for so many top tokens."""
 
     prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema(PROMPTS)]
     logprobs: Annotated[Any, AfterValidator(_require_count), WithJsonSchema(COUNTED)] = False
@@ -247,7 +247,7 @@ class PredictedText(Checked):
 
 
 class Prediction(Checked):
-    """The reply that the client expects, such as the file that it asks to edit. It only saves time."""
+    """The reply that the client expects, such as the file that it asks to edit. It only makes the reply faster."""
 
     type: Literal["content"]
     content: str | Many[PredictedText]
@@ -258,7 +258,7 @@ class Prediction(Checked):
 
 
 class ChatBody(OpenAIBody):
-    """The body of POST /v1/chat/completions. `functions` and `function_call` are the tools of older clients."""
+    """The body of POST /v1/chat/completions. Older clients send `functions` instead of `tools`."""
 
     functions: Annotated[Many[Function], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     function_call: Literal["auto", "none"] | NamedFunction | None = None
@@ -281,15 +281,15 @@ class ChatBody(OpenAIBody):
 
     @property
     def calls_functions(self) -> bool:
-        """Whether the client wants a call in the older form."""
+        """Whether replies write a call as `function_call`, the form for older clients."""
         return bool(self.functions) and [tool["function"] for tool in self.tools] == self.functions
 
     def request(
         self, namespace: str, *, format_field: str = "response_format", marked_texts: Sequence[tuple[int, int]] = ()
     ) -> Request:
-        """As above, with `marked_texts` of the messages.
+        """Return the Request of this body. ApiError: a message or a tool is wrong.
 
-        `format_field` is the field of the client's body from which `response_format` was made.
+        `marked_texts`: as in Request. `format_field`: the name of `response_format` in the client's body, for errors.
         """
         for index, message in enumerate(self.messages):
             _check_message(message, f"messages.{index}")
@@ -314,7 +314,7 @@ class ChatBody(OpenAIBody):
         )
 
     def _constraint(self, format_field: str) -> Constraint | None:
-        """What the reply must be. ApiError: a schema, a tool or a function is missing."""
+        """Return what the reply must be; None: anything. ApiError: a schema, a tool or a function is missing."""
         wanted = self.response_format
         schema = {"type": "object"} if wanted and wanted.type == "json_object" else None
         if wanted and wanted.type == "json_schema":
@@ -344,7 +344,7 @@ class ChatBody(OpenAIBody):
 
 
 def _in_tools(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a body with `functions` says in the form of tools, with messages that call them."""
+    """Translate `functions`, `function_call` and old messages. Return the fields that replace those of the body."""
     found: dict[str, Any] = {}
     if isinstance(messages := body.get("messages"), list):
         found["messages"] = [*map(in_present_form, messages)]
@@ -357,7 +357,7 @@ def _in_tools(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_billing(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The messages without billing lines in system texts. A turn that had nothing else is left out."""
+    """Yield the messages without billing lines in system texts. Skip a message that has no other text."""
     for message in messages:
         content = message.get("content")
         parts = as_parts(content)
@@ -397,7 +397,7 @@ def _require(holds: bool, param: str, wanted: str) -> None:
 
 @dataclass
 class ReplyChoice:
-    """Writes one choice. `text` is that so far, of a completion; `tokens` are those of the next chunk."""
+    """Writes one choice. `text`: the completion so far, for text offsets. `tokens`: the tokens of the next chunk."""
 
     index: int
     reply: ServedReply
@@ -419,7 +419,7 @@ class ReplyChoice:
         return choice
 
     def chunk(self, part: Token) -> dict[str, Any] | None:
-        """The choice of the next chunk; None: nothing is to be said yet."""
+        """Return the choice for the next chunk; None: there is nothing to send yet."""
         self.tokens.append(part)
         if not (self.reply.record or part.text or part.reasoning or part.tool_calls):
             return None
@@ -427,7 +427,7 @@ class ReplyChoice:
         self.call_count += len(calls)
         choice: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         if self.form.is_chat:
-            # OpenAI's client joins the texts of all chunks, the role too.
+            # Only the first chunk has the role: OpenAI's client joins equal fields of all chunks, even the role.
             said = self._message(part, calls)
             choice["delta"] = said if self.is_begun else {"role": "assistant", **(said or {"content": ""})}
         else:
@@ -443,7 +443,7 @@ class ReplyChoice:
         return called if reply.has_tool_calls and reply.finish_reason == "stop" else reply.finish_reason
 
     def _message(self, said: Token, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The fields of a message. Clients read reasoning by one name or the other."""
+        """Return the fields of a message. Some clients read `reasoning`, others `reasoning_content`."""
         reasoning = {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
         called: dict[str, Any] = {"tool_calls": calls}
         if self.form.calls_functions:
@@ -460,17 +460,17 @@ class ReplyChoice:
         starts = [*accumulate(map(len, texts[:-1]), initial=len(self.text))]
         self.text += "".join(texts)
         logprobs = [each["logprob"] for each in found]
-        # Of tokens with one text, such as parts of characters, the likeliest counts.
+        # Several tokens may have the same text, such as parts of characters. The likeliest of them counts.
         pairs = ([(top["token"], top["logprob"]) for top in reversed(each["top_logprobs"])] for each in found)
         tops: list[dict[str, float] | None] = [*map(dict, pairs)]
         if self.reply.echoed and not self.is_begun:
-            logprobs[0] = tops[0] = None  # nothing comes before the first token of a prompt
+            logprobs[0] = tops[0] = None  # no token precedes the first one, so it has no probability
         return {"logprobs": {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": starts}}
 
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """What all chunks of a reply share. `model` is the name in the request; `created_s` counts from 1970."""
+    """What is the same in all chunks of a reply. `model`: as the request names it. `created_s`: seconds since 1970."""
 
     model: str
     fingerprint: str
@@ -485,7 +485,7 @@ class ReplyForm:
 
 
 class OpenAIReply:
-    """Writes the choices of a request, `n` for each prompt."""
+    """Writes the reply to a request: `n` choices for each prompt."""
 
     def __init__(self, replies: Sequence[ServedReply], form: ReplyForm) -> None:
         self._replies, self._form = replies, form
@@ -500,7 +500,7 @@ class OpenAIReply:
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(), **self._timings()}
 
     async def events(self) -> AsyncIterator[str]:
-        """Server-sent events: comments during prefill, chunks, the usage if asked for, perhaps an error, [DONE]."""
+        """Yield server-sent events: comments during prefill, chunks, usage if wanted, an error if any, [DONE]."""
         try:
             async for index, part in merge_replies(self._replies):
                 if isinstance(part, PrefillProgress):
@@ -530,7 +530,7 @@ class OpenAIReply:
         return {"timings": record.timings} if record and len(self._replies) == 1 else {}
 
     def _usage(self) -> dict[str, Any]:
-        """Count each prompt once, also if it has several choices."""
+        """Count the tokens of each prompt once, even if the prompt has several choices."""
         records = [reply.record for reply in self._replies if reply.record]
         prompt = sum(reply.prompt_tokens for reply in self._replies[:: self._form.n])
         completion = sum(record.completion_tokens for record in records)
@@ -551,7 +551,7 @@ class OpenAIReply:
 
 
 def join_parts(parts: Sequence[Token]) -> Token:
-    """What the parts of a reply say together."""
+    """Join the text, the reasoning and the tool calls of the parts of a reply."""
     text, reasoning = ("".join(getattr(each, name) for each in parts) for name in ("text", "reasoning"))
     return Token(text, reasoning=reasoning, tool_calls=tuple(call for each in parts for call in each.tool_calls))
 
@@ -563,12 +563,12 @@ def written_logprobs(parts: Sequence[Token]) -> list[dict[str, Any]]:
 
 def _logprob(token: Token | LikelyToken) -> dict[str, Any]:
     text, logprob = token.data.decode("utf-8", "replace"), 0.0 if token.logprob is None else token.logprob
-    # In this order NaN becomes the least, too.
+    # In this order, max() also turns NaN into LEAST_LOGPROB.
     return {"id": token.id, "token": text, "bytes": [*token.data], "logprob": max(LEAST_LOGPROB, logprob)}
 
 
 def model_object(name: str, created_s: int, context_tokens: int | None = None) -> dict[str, Any]:
-    """A model as both APIs describe it: each ignores the fields of the other. `max_model_len` is vLLM's field."""
+    """Describe a model with the fields of OpenAI and of Anthropic. `max_model_len` is a field of vLLM."""
     openai = {"id": name, "object": "model", "created": created_s, "owned_by": "radixcache"}
     created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
     length = {"max_model_len": context_tokens} if context_tokens else {}
@@ -581,7 +581,7 @@ def list_models(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def downloaded_models() -> list[str]:
-    """The repositories in the hub's cache that look like models for mlx-lm."""
+    """List the models for mlx-lm in the local cache of the Hugging Face hub."""
     try:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
@@ -596,9 +596,9 @@ def downloaded_models() -> list[str]:
 
 
 def nameable_models(options: ServeOptions) -> Callable[[], list[str]]:
-    """Return a function for what a request may name: the served model, by each of its names, and the downloaded ones.
+    """Return a function that lists the models that a request may name: the served one, with all names; downloaded ones.
 
-    It reads the hub's cache, which takes time.
+    The function reads the local cache of the Hugging Face hub, which is slow.
     """
     # A tenant must not see the models that another tenant downloads later.
     at_start = downloaded_models() if options.namespace_by == "key" else None
@@ -652,7 +652,7 @@ def openai_routes(service: Service, options: ServeOptions) -> APIRouter:
         spec = options.model if options.model and options.means_served(name) else name
         return model_object(name, started_s, options.context or local_context_length(spec))
 
-    # The next two are no coroutines, so they run on a thread.
+    # The next two routes read files. They are plain functions, so FastAPI runs them on a thread.
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
         return list_models([describe(name) for name in nameable()])

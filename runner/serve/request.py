@@ -1,16 +1,16 @@
-"""What HTTP tasks ask of the generation thread, and the events that come back. Plain data: never imports MLX.
+"""Requests of HTTP tasks to the generation thread, and the events that come back. Plain data: never imports MLX.
 
 Seven types carry a request to the row of a batch and its reply back; docs/architecture.md has the list.
 
-`OpenRequest` is a Request under way: the generation thread puts events into it, any thread may cancel it. `cancel` sets
-a flag that the generation thread reads before each round (scheduler.py, served_model.py). The request ends within one
-chunk of prefill or one decode step; its state is stored. What is known of it is its RequestRecord: the engine writes
-its figures there, and the last event has it.
+`OpenRequest` is a Request that is being served. The generation thread puts events into it; any thread may cancel it.
+`cancel` sets a flag that the generation thread reads before each round (scheduler.py, served_model.py). The request
+ends within one chunk of prefill or one decode step; its state is stored. The engine writes the figures of a request
+into its RequestRecord, which comes with the last event.
 
-Also the types and ranges of fields that the bodies of several APIs have. Ranges exclude what would make logits
-infinite, fail while a token is sampled, or cost memory or time without bound.
+This file also has the types and ranges of fields that several APIs share. Ranges exclude values that make logits
+infinite, make sampling fail, or cost memory or time without bound.
 
-  OR1  The last event of each request, and no other, is its RequestRecord, or an ApiError.
+  OR1  The last event of each request is its RequestRecord or an ApiError. Earlier events are neither.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from radixcache.errors import CacheFullError, RequestTooLargeError
 from runner.engine.token import Completion, DoneReason, Token
 from runner.script.conversation import Checked, first_finding
 
-MAX_ECHO_CHARS = 200  # of a model's name in replies: each chunk of a stream repeats it
-NOT_KEPT = " not kept"  # the end of a namespace that one request has for itself, and that goes with it
+MAX_ECHO_CHARS = 200  # of a model's name in replies, because each chunk of a stream repeats the name
+NOT_KEPT = " not kept"  # end of a namespace that only one request uses; the namespace is cleared after the request
 DEFAULT = "default_model"  # stands for the model, adapter or draft model that the server was started with
-#: The client of the HTTP request at hand: the name of its key, or its address.
+#: The client of the current HTTP request: the name of the API key, or the client's address.
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 
 
-MAX_MESSAGES = 10_000  # templates take time for each
+MAX_MESSAGES = 10_000  # rendering takes time for each message
 MAX_TOOLS = 4096
 LEAST_TEMPERATURE = 1e-3  # below it, float16 cannot tell the likeliest token from the others
 LEAST_REPETITION_PENALTY = 0.01  # below it, logits become infinite in float16; 0 is no penalty
@@ -60,13 +60,13 @@ Penalty = Annotated[float, Field(ge=-100, le=100)]  # subtracted from a logit fo
 #: Added to a logit: -10,000 bans a token and 10,000 forces it, and both are finite in float16.
 Bias = Annotated[float, Field(ge=-10_000, le=10_000)]
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**31)]
-#: Of a model, a pin, a namespace: as long as a path may be. Names stay in the records of requests.
+#: Name of a model, a pin or a namespace, at most as long as a path may be: records of requests keep the name.
 Name = Annotated[str, Field(max_length=4096)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Sampling(Checked):
-    """How tokens are chosen: fields of a Request and of the bodies that OpenAI's API has. mlx-lm reads them by name."""
+    """How tokens are chosen. Requests and the bodies of OpenAI's API have these fields. mlx-lm reads them by name."""
 
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] = 3
     min_tokens: Count = 0
@@ -85,7 +85,7 @@ class Sampling(Checked):
     logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=-1, le=20)] = -1
-    #: None: all such requests draw from one random stream.
+    #: None: all requests without a seed share one random state.
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
 
     @property
@@ -108,7 +108,7 @@ class Constraint:
     Attributes:
         schema: JSON schema of the text; None: any text.
         calls: whether the model may call tools, must not, or must.
-        functions: that may be called, by name; None: all.
+        functions: names of the functions that may be called; None: all.
         is_single: a reply has one call at most.
         has_tools: the prompt has tools.
         at: the field that the schema comes from, for errors.
@@ -124,18 +124,18 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Request:
-    """One reply to generate, checked except for what needs a tokenizer.
+    """One reply to generate. All fields are checked, except where the check needs a tokenizer.
 
     Attributes:
-        prompt: of a text completion, as text or token ids; None: a chat.
+        prompt: the prompt of a text completion, as text or token ids; None: this is a chat.
         echo: whether the prompt's text is wanted with the reply.
-        max_tokens: most tokens of the reply; None: the reply may go on to the end of the context.
-        messages: of a chat, in OpenAI's form, as mlx-lm's chat templates take them.
-        marked_texts: checkpoints inside of messages: (index of the message, characters of its content before it).
-        chat_template_kwargs: arguments of the chat template, over those of the server.
+        max_tokens: maximum length of the reply; None: the reply may go on to the end of the context.
+        messages: the messages of a chat, in OpenAI's form, which mlx-lm's chat templates read.
+        marked_texts: where to take checkpoints inside messages: (index of the message, characters before the place).
+        chat_template_kwargs: arguments of the chat template; they override those of the server.
         constraint: None: the reply may be anything.
         prediction: text that the client expects as the reply; "": none.
-        client: whose request it is; clients take turns.
+        client: the sender of the request, see CLIENT; clients take turns.
     """
 
     names: ModelNames
@@ -161,7 +161,7 @@ class Request:
 
     @property
     def is_kept(self) -> bool:
-        """Whether its state stays in the cache."""
+        """Whether the state of this request stays in the cache."""
         return not self.namespace.endswith(NOT_KEPT)
 
     def has_plain_calls(self, tokenizer: Any) -> bool:
@@ -189,12 +189,12 @@ class PrefillProgress:
 
 @dataclass
 class RequestRecord(Completion):
-    """What is known of a request, for usage, log, metrics and page. Final when it has ended.
+    """The facts about a request, for usage, log, metrics and web page. They are final when the request has ended.
 
-    `explanation`: an Explanation, what the cache had on arrival, and why not more.
-    `fork_part` names the part of the prompt with its fork, `fork_hint` says what to do about it, `movable_tokens` are
-    how many more --move-volatile would reuse; `naming` sets them. `keys`: the tree's keys of the prompt. `saved_s`: the
-    prefill that it did without.
+    `explanation`: an Explanation of what the cache had on arrival. `fork_part`: the part of the prompt that differs
+    from the stored path. `fork_hint`: what to do about it. `movable_tokens`: how many more tokens --move-volatile would
+    reuse. The future `naming` sets these three. `keys`: the tree's keys of the prompt. `saved_s`: prefill time saved
+    by the cache.
     """
 
     id: str
@@ -209,7 +209,7 @@ class RequestRecord(Completion):
     saved_s: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"naming": None}  # A replica sends records to the server, and what runs stays behind.
+        return vars(self) | {"naming": None}  # replicas send records to the server; a future cannot be sent
 
     @property
     def outcome(self) -> DoneReason:
@@ -226,9 +226,9 @@ class RequestRecord(Completion):
 
     @property
     def fork_words(self) -> str:
-        """Where the prompt left a stored path: "diverged at 1,458 of 20,987, in system message 0"; "": nowhere.
+        """Say where the prompt left a stored path: "diverged at 1,458 of 20,987, in system message 0"; "": nowhere.
 
-        Also "" if the request reused all of that from other rows.
+        Also "" if the request reused the tokens after that place from other rows.
         """
         fork = self.explanation and self.explanation.fork
         if not fork or fork.end <= self.cached_tokens:
@@ -238,13 +238,13 @@ class RequestRecord(Completion):
 
     @property
     def short_tokens(self) -> dict[str, int]:
-        """Prompt tokens that were evaluated, by reason; they sum to all uncached ones."""
+        """Count the evaluated tokens of the prompt by reason. The sum is the number of tokens that were not cached."""
         found: dict[str, int] = {}
         for gap in () if self.explanation is None else self.explanation.gaps:
             if gap.end > (start := max(gap.start, self.cached_tokens)):
                 reason = gap.reason.value
                 found[reason] = found.get(reason, 0) + gap.end - start
-        lost_tokens = self.prompt_tokens - self.cached_tokens - sum(found.values())  # between arrival and admission
+        lost_tokens = self.prompt_tokens - self.cached_tokens - sum(found.values())  # lost between arrival and start
         if lost_tokens > 0:
             reason = self.reason or "evicted"
             found[reason] = found.get(reason, 0) + lost_tokens
@@ -252,7 +252,7 @@ class RequestRecord(Completion):
 
     @property
     def timings(self) -> dict[str, float]:
-        """What llama.cpp's server says of a reply. `prompt_n` are the tokens that were evaluated."""
+        """The figures that llama.cpp's server gives with a reply. `prompt_n`: the evaluated tokens of the prompt."""
         prompt_n, predicted_n = self.prompt_tokens - self.cached_tokens, self.completion_tokens
         prompt_ms, predicted_ms = self.prompt_ms or 0.0, self.completion_ms
         return {
@@ -275,17 +275,17 @@ class RequestRecord(Completion):
 
 
 class OpenRequest:
-    """A request under way. `put` takes each event; any thread may call it, and it never blocks.
+    """A request that is being served. Any thread may call `put` with an event; `put` never blocks.
 
-    `cancel` calls `on_cancel`, for backends that do not poll. `on_record` gets the final record before the last event.
-    The generation thread sets the prompt, the options of its reply, and whether nothing may run beside it.
+    `cancel` calls `on_cancel`, for backends without polling. `on_record` gets the final record before the last event.
+    The generation thread sets `prompt`, `options` of the reply, and `is_alone`: no other request may run meanwhile.
     """
 
     pending: Future[Any] | None = None  # the prompt, or the grammar, that another thread makes
     prompt: Any = None  # a RenderedPrompt, once it is made
     options: Mapping[str, Any]
     is_alone = False
-    failure: Exception | None = None  # the reply ends with it
+    failure: Exception | None = None  # the error that ends the reply
     is_over = False
     on_cancel: Callable[[], object] | None = None
     on_record: Callable[[RequestRecord], object] | None = None
@@ -297,7 +297,7 @@ class OpenRequest:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """End the request soon; its state is stored. Any thread may call this, also twice."""
+        """End the request soon; its state is stored. Any thread may call this, even twice."""
         self._cancelled.set()
         if self.on_cancel is not None:
             self.on_cancel()
@@ -311,7 +311,7 @@ class OpenRequest:
         return self.record.queue_ms is not None and not self.is_over
 
     def end(self, outcome: DoneReason, note: str | None = None, text: str = "") -> None:
-        """Put the last text and the record, unless the request has ended."""
+        """Put the last text, then the record. Do nothing if the request has ended."""
         if not self.is_over:
             self._close(outcome, note)
             if text:
@@ -319,7 +319,7 @@ class OpenRequest:
             self.put(self.record)
 
     def fail(self, error: BaseException | None) -> None:
-        """End with an exception. If there is no room for more tokens, a reply that has begun just ends."""
+        """End with an error. But if a reply has begun and room for more tokens is lacking, end it as "length"."""
         note = None
         if isinstance(error, (RequestTooLargeError, CacheFullError)):
             if self.record.ttft_ms is not None:
@@ -341,16 +341,16 @@ class OpenRequest:
     def _close(self, outcome: DoneReason, note: str | None) -> None:
         self.is_over, record = True, self.record
         record.done_reason, record.note = outcome, note
-        record.tokens, record.error = (), None  # records are kept and sent
+        record.tokens, record.error = (), None  # records are kept and sent, so drop these
         if self.on_record is not None:
             self.on_record(self.record)
 
 
 class ApiError(Exception):
-    """An error for the client, in the form of its API: one line, and the wrong field as `param`.
+    """An error for the client, in the form of the client's API: a message of one line, and the wrong field as `param`.
 
-    `anthropic_message` takes the place of the message in Anthropic's form, for errors that clients know by their words.
-    As the last event of a request it has the record.
+    In Anthropic's form, `anthropic_message` replaces the message: clients recognize some errors by their words.
+    An error that is the last event of a request has the record.
     """
 
     record: RequestRecord | None = None
@@ -365,7 +365,7 @@ class ApiError(Exception):
         retry_after_s: int = 0,
         anthropic_message: str | None = None,
     ) -> None:
-        super().__init__(status, message)  # which make a copy in another process
+        super().__init__(status, message)  # unpickling in another process calls __init__ with these
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s, self.anthropic_message = retry_after_s, anthropic_message
 
@@ -374,9 +374,9 @@ class ApiError(Exception):
 
     @classmethod
     def of_length(cls, prompt_tokens: int, context_length: int, *, is_least: bool = False) -> ApiError:
-        """A prompt beyond the context, in the words by which agents know that they must shorten a conversation.
+        """Return the error for a prompt longer than the context. Its words tell agents to shorten the conversation.
 
-        `is_least`: the tokens were not counted to the end.
+        `is_least`: the prompt has `prompt_tokens` or more tokens; counting stopped there.
         """
         found = f"at least {prompt_tokens}" if is_least else f"{prompt_tokens}"
         openai = (
@@ -387,7 +387,7 @@ class ApiError(Exception):
         return cls(400, openai, param="messages", code=TOO_LONG, anthropic_message=anthropic)
 
     def rename(self, field: str, name: str) -> None:
-        """Give a field the name that it has in the body of the client."""
+        """Replace `field` in `param` by `name`, the name of the field in the client's body."""
         if self.param and self.param.partition(".")[0] == field:
             self.param = name + self.param.removeprefix(field)
 
@@ -409,21 +409,21 @@ class ApiError(Exception):
 
     @classmethod
     def of_validation(cls, errors: Sequence[Any]) -> ApiError:
-        """The first of pydantic's findings, with the name of the field."""
+        """Return an error for the first of pydantic's errors."""
         field, message = first_finding(errors)
         return cls(400, message, param=field or None)
 
 
 ReplyEvent: TypeAlias = PrefillProgress | Token | RequestRecord | ApiError
 
-STARTS = ("the prompt's", "prompt is too long:")  # of such a message in OpenAI's and Anthropic's form
+STARTS = ("the prompt's", "prompt is too long:")  # of errors about long prompts, in OpenAI's and Anthropic's form
 TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 
 def short_name(name: Any) -> Any:
-    """A model's name from a request, as replies repeat it."""
+    """Shorten a model's name from a request, for replies."""
     return name if not isinstance(name, str) or len(name) <= MAX_ECHO_CHARS else f"{name[:MAX_ECHO_CHARS]}..."
 
 
@@ -432,7 +432,7 @@ NULLABLE = ("draft_model",)  # fields in which null has a meaning: no draft mode
 
 
 def check_body(kind: type[Body], fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Body:
-    """Check all fields of a body. `null` means the same as no field. ApiError: a field is missing or wrong."""
+    """Check all fields of a body. A field that is `null` counts as missing. ApiError: a field is missing or wrong."""
     given = {name: value for name, value in fields.items() if value is not None or name in NULLABLE}
     try:
         return kind.model_validate({**(defaults or {}), **given})
@@ -442,7 +442,7 @@ def check_body(kind: type[Body], fields: Mapping[str, Any], defaults: Mapping[st
 
 @cache
 def body_schema(kind: type[BaseModel], path: str, *, stream: str | None = None) -> dict[str, Any]:
-    """The OpenAPI entry of a route that reads its body itself, where `null` means the same as no field.
+    """Return the OpenAPI entry of a route that reads its body itself. Optional fields may be `null`.
 
     `stream`: the media type of a streamed reply.
     """

@@ -1,12 +1,12 @@
-"""OpenAI's Responses API: bodies, their translation to chats, replies, conversations to go on with. Never imports MLX.
+"""OpenAI's Responses API: bodies, replies, and the conversations that later requests continue. Never imports MLX.
 
-    ResponsesBody     what the client sent, checked; becomes a Request by way of ChatBody
+    ResponsesBody     the checked body of a request; becomes a ChatBody, then a Request
     ResponseWriter     the reply, whole or as events
     ResponseMemory    the conversations that `previous_response_id` and `item_reference` may name
-    responses_routes  POST /v1/responses, and what is remembered of a response
+    responses_routes  POST /v1/responses; routes to count tokens, and to read and delete stored responses
 
-`runner/script/response_items.py` turns items into messages. Tools and items that only OpenAI's own servers can run or
-read are left out of the prompt, with a line in the log. `null` means the same as no field.
+`runner/script/response_items.py` turns items into messages. The prompt leaves out tools and items that only OpenAI's
+servers can use; the log names them. A field that is `null` counts as missing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ T = TypeVar("T")
 RESPONSES = "/v1/responses"
 INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 << 20
-#: Codex gives up on a stream without events for 300 s, and does not count comments.
+#: Seconds after which a silent stream repeats an event. Codex drops streams after 300 s, and ignores comments.
 KEEPALIVE_S = 30
 
 
@@ -108,7 +108,7 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(Many[Item])
 
 
 class ResponsesBody(ResponseChat):
-    """The body of POST /v1/responses. Fields that it does not name are those of a chat: `top_k`, `seed` and so on."""
+    """The body of POST /v1/responses. Other fields go to ChatBody: `top_k`, `seed` and so on."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -136,7 +136,7 @@ class ResponsesBody(ResponseChat):
     prompt: None = None
 
     def request(self, options: ServeOptions, namespace: str, past: Sequence[Item] = ()) -> Request:
-        """The Request for a reply to the items of `past` and of this body. ApiError: a field is wrong."""
+        """Return a Request with the items of `past`, then those of this body. ApiError: a field is wrong."""
         if foreign := sorted(set(self.foreign())):
             logger.info(
                 "left out of a prompt, because only OpenAI's servers have it: %s", shortened(", ".join(foreign), 200)
@@ -168,7 +168,7 @@ class ResponsesBody(ResponseChat):
         return None if wanted is None else {"type": wanted.type}
 
 
-#: Fields of a body that its response repeats, with their values where the body lacks them.
+#: Fields that a response copies from the body, with the defaults for fields that the body lacks.
 _REPEATED: dict[str, Any] = {
     "background": False, "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
     "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None, "safety_identifier": None,
@@ -178,7 +178,7 @@ _REPEATED: dict[str, Any] = {
 
 
 def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> dict[str, Any]:
-    """The response object to a body, without output."""
+    """Return the response object for a body, still without output."""
 
     def given(name: str, default: Any) -> Any:
         return default if body.get(name) is None else body[name]
@@ -202,15 +202,15 @@ def begun_response(id: str, body: Mapping[str, Any], options: ServeOptions) -> d
     }
 
 
-Owner: TypeAlias = tuple[str, str]  # the name of a key, and a namespace
+Owner: TypeAlias = tuple[str, str]  # the name of an API key, and a namespace of the cache
 
 
 class ResponseWriter(BlockWriter):
-    """Writes one reply, whose blocks are the items of the output.
+    """Writes one reply. Each block is an item of the output.
 
-    First created and in_progress; for each item output_item.added, its deltas, output_item.done; then completed,
-    incomplete or failed. Events hold parts of the response itself, so write each before the next one is asked for.
-    `on_end` gets the response before its last event.
+    Events: created, in_progress; for each item output_item.added, deltas, output_item.done; then completed, incomplete
+    or failed. An event shares objects with the response: serialize each event before you ask for the next one.
+    `on_end` is called with the response before the last event.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class ResponseWriter(BlockWriter):
             yield event
 
     def _add(self, part: Token) -> Events:
-        # A token whose text is held back belongs to what comes next.
+        # The reader may hold back a token's text. Such tokens are reasoning if the next part is reasoning.
         self._silent_tokens += part.id is not None
         if part.reasoning:
             self._reasoning_tokens += self._silent_tokens
@@ -309,7 +309,7 @@ class ResponseWriter(BlockWriter):
         self._blocks[-1][field] = value
         yield self._item_event(f"{kind}.delta", delta=value)
         yield self._item_event(f"{kind}.done", **{field: value})
-        if self._reply.finish_reason is None:  # else _end closes it
+        if self._reply.finish_reason is None:  # after the last token, _end closes the item
             yield from self._close()
 
     def _open(self, prefix: str, item: dict[str, Any]) -> Events:
@@ -347,7 +347,7 @@ def _logprobs(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_input(arguments: str) -> str:
-    """The text for a custom tool: `input` of the arguments, as far as it came, or all that a model wrote instead."""
+    """Return the text for a custom tool: `input` of the arguments, even if cut off; without `input`, all arguments."""
     with suppress(ValueError):
         found = from_json(arguments, allow_partial="trailing-strings")
         if isinstance(found, dict) and isinstance(found.get("input"), str):
@@ -357,7 +357,7 @@ def _text_input(arguments: str) -> str:
 
 
 class Remembered(NamedTuple):
-    """A conversation, the response that it ends with as JSON without its output, and how many items the output has."""
+    """A conversation. `response`: its last response as JSON, without output. `output_count`: items of the output."""
 
     conversation: tuple[bytes, ...]
     response: bytes = b""
@@ -371,19 +371,19 @@ class Remembered(NamedTuple):
         return [item for piece in self.conversation for item in json.loads(piece)]
 
     def whole(self) -> dict[str, Any]:
-        """The response."""
+        """Return the response with its output."""
         output = json.loads(self.conversation[-1])
         return {**json.loads(self.response), "output": output[len(output) - self.output_count :]}
 
     def input_items(self) -> list[dict[str, Any]]:
-        """What the response answers, from the first item on. Items without an id are named by their place."""
+        """Return all items that the response answers. An item without an id is named by its index."""
         items = self.items()
         items = items[: len(items) - self.output_count]
         return [{"id": f"item_{at}", **_in_full(item)} for at, item in enumerate(items)]
 
 
 def _in_full(item: dict[str, Any]) -> dict[str, Any]:
-    """An item with what the short forms of messages leave out."""
+    """Return an item in its full form. A short form of a message has no type, or a string as content."""
     if "type" in item and not isinstance(item.get("content"), str):
         return item
     kind = "output_text" if item.get("role") == "assistant" else "input_text"
@@ -393,12 +393,12 @@ def _in_full(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponseMemory:
-    """The newest conversations, for requests that go on with one of their owner's. Only the event loop uses it.
+    """The newest conversations, which later requests of the same owner may continue. Only the event loop uses it.
 
-    What a request remembers belongs to its key and to its namespace in the cache, and goes when that is cleared.
+    An owner is an API key with a namespace of the cache. Clearing the namespace deletes the conversations of the owner.
 
-    A conversation is the JSON of the items of each request and its reply. Later conversations share these pieces, so
-    the sum of all lengths is at least what they take.
+    A conversation is a tuple of JSON texts: for each request, the items of the request and of its reply. A later
+    conversation shares the texts of the earlier one, so the counted bytes are an upper bound.
     """
 
     def __init__(self) -> None:
@@ -407,14 +407,14 @@ class ResponseMemory:
         self._clears = Counter[str | None]()
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget everything, or what belongs to one namespace; also what running requests would remember of it."""
+        """Forget all conversations, or those of one namespace. Its running requests will store no conversation."""
         self._clears[namespace] += 1
         kept = {key: each for key, each in self._conversations.items() if namespace not in (None, key[0][1])}
         self._conversations = kept
         self._bytes = sum(each.length_bytes for each in kept.values())
 
     def clears(self, owner: Owner) -> int:
-        """How often the owner's namespace was cleared: a request that began before must remember nothing."""
+        """Count how often the owner's namespace was cleared. A request stores nothing if that happens meanwhile."""
         return self._clears[None] + self._clears[owner[1]]
 
     def put(
@@ -429,11 +429,11 @@ class ResponseMemory:
             self._bytes -= self._conversations.pop(next(iter(self._conversations))).length_bytes
 
     def get(self, owner: Owner, id: str) -> tuple[bytes, ...]:
-        """The conversation that ends with this response. ApiError: it is not here, or another owner's."""
+        """Return the conversation that ends with a response. ApiError: it is not stored, or another owner's."""
         return self.find(owner, id, "previous_response_id").conversation
 
     def find(self, owner: Owner, id: str, param: str = "response_id") -> Remembered:
-        """What is remembered of a response. ApiError: it is not here, or another owner's."""
+        """Return a stored response, and mark it as just used. ApiError: it is not stored, or another owner's."""
         if (found := self._conversations.pop((owner, id), None)) is None:
             what = param.removesuffix("_id").replace("_", " ").capitalize()
             message = f"{what} with id {shortened(id, 80)!r} not found: not of this server or namespace, or too old."
@@ -442,17 +442,17 @@ class ResponseMemory:
         return found
 
     def forget(self, owner: Owner, id: str) -> None:
-        """Forget a response; conversations that go on with it stay. ApiError: it is not here, or another owner's."""
+        """Forget a response; conversations that continue it stay. ApiError: it is not stored, or another owner's."""
         self._bytes -= self.find(owner, id).length_bytes
         del self._conversations[owner, id]
 
     def join(self, body: dict[str, Any], owner: str) -> dict[str, Any]:
-        """A body with the whole conversation of its `namespace` as its input, whatever the key.
+        """Return a body with the conversation that it continues as part of the input. Any key's conversation will do.
 
-        ApiError: a part of it is not here. `owner`: the name of a key.
+        ApiError: an item or a response is not stored. `owner`: the name of the client's API key.
         """
         id, namespace = body.get("previous_response_id"), body.get("namespace") or ""
-        if id is None or not isinstance(namespace, str):  # what is wrong with it is said later
+        if id is None or not isinstance(namespace, str):  # a wrong namespace is reported later
             return body
         if not isinstance(id, str):
             what = f"previous_response_id is {shortened(repr(id), 80)}; wanted a string."
@@ -464,10 +464,10 @@ class ResponseMemory:
         return {**body, "previous_response_id": None, "input": [*past, *(own if isinstance(own, list) else [own])]}
 
     def resolve(self, owner: Owner, items: Any, hold: Callable[[int], None]) -> Any:
-        """The items of a body, with stored ones in place of references to them. ApiError: one is not here.
+        """Replace references among the items of a body by the stored items. ApiError: an item is not stored.
 
-        An `item_reference` names an item. So does reasoning without text, as LangChain sends it back; it stays as it is
-        if it is not here. `hold` gets the bytes that are read. An item is found once, so a small body cannot name much.
+        References are `item_reference` and reasoning without text, as LangChain sends it. Such reasoning stays if it is
+        not stored. `hold` is called with the bytes read. An item is found once, so a small body gives no huge prompt.
         """
 
         @cache
@@ -495,7 +495,7 @@ class ResponseMemory:
 
 
 class _Question(NamedTuple):
-    """What a body asks for, and the conversation that it goes on with."""
+    """A checked body, its Request, and the conversation that it continues."""
 
     given: dict[str, Any]
     owner: Owner
@@ -505,7 +505,7 @@ class _Question(NamedTuple):
 
 
 def _hold(request: HttpRequest, more_bytes: int) -> None:
-    """Count bytes that a request reads of what is remembered, as those of its body."""
+    """Count the stored bytes that a request reads as if they were part of its body."""
     getattr(request.state, "hold", lambda more_bytes: None)(more_bytes)
 
 
@@ -531,7 +531,7 @@ async def _read_question(request: HttpRequest, options: ServeOptions, memory: Re
 
 
 def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None) -> dict[str, Any]:
-    """A part of a list, as OpenAI's API gives it. ApiError: there is no item `after`."""
+    """Return a page of a list in OpenAI's form. ApiError: no item has the id `after`."""
     ordered = items if order == "asc" else items[::-1]
     ids = [item["id"] for item in ordered]
     if after is not None and after not in ids:

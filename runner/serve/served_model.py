@@ -1,14 +1,14 @@
-"""ServedModel: a loaded model and the requests that it answers. Belongs to the generation thread.
+"""ServedModel: a loaded model and the requests that it answers. Only the generation thread uses it.
 
-Requests run together in a ParallelGenerator, where each becomes a Generation. Some must run alone, in one that runs
-one request at a time, in a Session: quantized and exact caches, layers that sequences cannot share, images, and prompts
-that get log-probabilities. Such a request waits for all running ones, and later ones wait for it.
+Requests run together in a ParallelGenerator, where each becomes a Generation. A second generator runs those that must
+run alone, one at a time, each in a Session: with quantized or exact caches, layers that cannot be batched, images, or
+log-probabilities of the prompt. Such a request waits for all running requests, and later requests wait for it.
 
-    submit   Request -> prompt tokens, on another thread, where clients take turns
-    begin    in order of arrival of each client: sampler, stop words, grammar; into the queue
-    round    cancelled requests end; the queue's first request starts if it may; running requests advance one step
+    submit   have another thread tokenize the prompt; clients take turns on it
+    begin    make sampler, stop words and grammar; put the request into the queue, in the order of each client
+    round    end cancelled requests; start the queue's first request if it may run; advance running requests one step
 
-Cancelling: `round` ends queued requests and passes the flag of running ones to their Generation.
+Cancelling: `round` ends a waiting request, and tells the Generation of a running request to end.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from runner.serve.volatile import behind_tools
 
 logger = logging.getLogger(__name__)
 
-CAPACITY_TOKENS = 1 << 31  # bytes, not tokens, bound what runs together
-RESERVE_TOKENS = 1024  # room reserved for a reply; few replies are longer, and those get more on the way
-COMPILING_S = 0.005  # how long an idle thread waits for a grammar before it looks for requests again
-RENDERING_S = 0.01  # and for a prompt
-REHEARSED_TOKENS = 3  # a first token, a step, and a step that begins before its token is read
-#: Most tokens of a prompt that get log-probabilities, and most log-probabilities that are computed at a time.
+CAPACITY_TOKENS = 1 << 31  # unlimited in practice: bytes, not tokens, limit how many requests run together
+RESERVE_TOKENS = 1024  # room reserved for a reply; the few longer replies get more room while they run
+COMPILING_S = 0.005  # how long an idle thread waits for a grammar before it looks for new requests
+RENDERING_S = 0.01  # the same for a prompt
+REHEARSED_TOKENS = 3  # the first token, a step, and a step that starts before the token of the last step is read
+#: The longest prompt that gets log-probabilities, in tokens; and how many log-probabilities are computed at once.
 MAX_SCORED_TOKENS, MAX_SCORES = 8192, 1 << 24
 
 
 class ServedModel:
-    """Answers requests with one model, together if `is_parallel`. `cache` outlives this object."""
+    """Answers requests with one model, several at once if `is_parallel`. `cache` outlives this object."""
 
     def __init__(
         self,
@@ -81,22 +81,22 @@ class ServedModel:
         self._options = options
         self._renderer = renderer
         self._chats = chats_of(cache)
-        # In order of arrival. A client's later requests wait for its earlier ones, and for no other client's.
-        # Those with images are not pending: their arrays belong to this thread.
+        # Requests that wait for a prompt, in order of arrival. A request waits only for earlier ones of its client.
+        # With images, `pending` is None: this thread makes the prompt, because the arrays belong to this thread.
         self._rendering: deque[OpenRequest] = deque()
         self._is_parallel = is_parallel
-        #: What runs requests together, and what runs one alone; made when the first request needs it.
+        #: False: the generator for many requests at once. True: the generator for one, made when a request needs it.
         self._generators: dict[bool, ParallelGenerator] = {}
         if is_parallel:
             self._generators[False] = self._new_generator(cache)
         self._running: dict[Generation, OpenRequest] = {}
-        self._runs_alone = False  # whether what runs, runs alone
-        self._not_kept: list[OpenRequest] = []  # the state of each goes when the reply ends
-        self._scoring: tuple[OpenRequest, Iterator[None]] | None = None  # whose prompt gets log-probabilities
+        self._runs_alone = False  # whether the running request must run alone
+        self._not_kept: list[OpenRequest] = []  # requests whose state is cleared when the reply ends
+        self._scoring: tuple[OpenRequest, Iterator[None]] | None = None  # the request whose prompt is scored
         self._grammars = Grammars(self.tokenizer, self._vocabulary_length)
         self._compiling: deque[OpenRequest] = deque()
         self._queue: deque[OpenRequest] = deque()  # in order of arrival: requests that wait until others have finished
-        # A model whose layers can all be cut at any token needs no marks.
+        # If all layers can be cut at any token, no checkpoints are needed, and so no marks.
         kinds = {type(each) for each in mlx_lm_border.make_prompt_cache(self.model)}
         self._is_marked = options.context is not None or kinds != {mlx_lm_border.KVCache}
 
@@ -114,12 +114,12 @@ class ServedModel:
 
     @property
     def most_tokens(self) -> int:
-        """The longest prompt that is made for a reply."""
+        """The longest prompt that a request may have, in tokens."""
         limit = None if self._options.context is not None else self.context_length
         return limit or UNBOUNDED_TOKENS
 
     def prompt(self, request: Request, *, contexts: int = 1) -> RenderedPrompt:
-        """Tokenize the request's prompt. ApiError: it cannot be made, or is longer than so many times the context."""
+        """Tokenize the request's prompt. ApiError: the prompt cannot be made, or exceeds `contexts` contexts."""
         return prompt_of(
             request,
             self.tokenizer,
@@ -131,7 +131,7 @@ class ServedModel:
         )
 
     def rendering(self, request: Request, *, contexts: int = 1) -> Future[RenderedPrompt] | None:
-        """Have the prompt made on another thread. None: it has images, so that `prompt` must be called."""
+        """Make the prompt on another thread. None: the request has images, so call `prompt` instead."""
         has_images = self.processor is not None and any(mlx_lm_border.image_parts(request.messages))
         make = partial(self.prompt, request, contexts=contexts)
         return None if has_images else self._renderer.submit(request.client, make)
@@ -174,9 +174,9 @@ class ServedModel:
         )
 
     def rehearse(self) -> None:
-        """Do once what the first client would wait for: compile and allocate, render and decode a prompt.
+        """Compile, allocate, render and decode once, so that the first client need not wait for it.
 
-        The reply goes to nobody, through a cache of its own.
+        The reply is thrown away. It uses a cache of its own.
         """
         self.cache.learn(self.model, self.draft_model)
         request = Request(self.key, 2, messages=[{"role": "user", "content": "Hello"}])
@@ -185,7 +185,7 @@ class ServedModel:
         try:
             tokens = self.prompt(request).tokens
         except (ApiError, ValueError):
-            return  # the template wants another conversation
+            return  # the template refuses this conversation
         if self._is_parallel:
             models = [self.model, *([] if self.draft_model is None else [self.draft_model])]
             with PrefixCache(caches=lambda: fresh_caches(models)) as cache, self._new_generator(cache) as generator:
@@ -208,12 +208,12 @@ class ServedModel:
         self.model = self.draft_model = self._scoring = None
 
     def submit(self, opened: OpenRequest) -> None:
-        """Accept a request. It begins when its prompt and those of its client's earlier requests are made."""
+        """Accept a request. It begins when its prompt, and those of the client's earlier requests, are made."""
         opened.pending = self.rendering(opened.request)
         self._rendering.append(opened)
 
     def _begin_rendered(self) -> None:
-        following: dict[str, Future[RenderedPrompt]] = {}  # of each client
+        following: dict[str, Future[RenderedPrompt]] = {}  # the next prompt of each client
         for opened in self._rendering:
             if opened.pending is not None:
                 following.setdefault(opened.request.client, opened.pending)
@@ -237,7 +237,7 @@ class ServedModel:
                 opened.fail(error)
 
     def begin(self, opened: OpenRequest, prompt: RenderedPrompt) -> None:
-        """Put a request into the queue. ApiError, or ValueError of mlx-lm's functions: it is wrong."""
+        """Check a request and put it into the queue. ApiError, or ValueError from mlx-lm: the request is wrong."""
         request, tokenizer = opened.request, self.tokenizer
         prompt_tokens = len(prompt.tokens)
         if not isinstance(request.prompt, str | None) and max(prompt.tokens) >= self._vocabulary_length:
@@ -279,7 +279,7 @@ class ServedModel:
             self._compiling.append(opened)
 
     def _accept(self, opened: OpenRequest, guide: Guide | None = None) -> None:
-        """Put the request into the queue; the reply begins unless that has failed."""
+        """Put the request into the queue and start it if it may run. If that does not fail, send the first event."""
         opened.options, prompt = {**opened.options, "guidance": guide}, opened.prompt
         first = PrefillProgress(0, len(prompt.tokens), self._new_reader(opened.request, prompt), prompt.echo)
         self._queue.append(opened)
@@ -291,7 +291,7 @@ class ServedModel:
             opened.put(first)
 
     def _new_reader(self, request: Request, prompt: RenderedPrompt) -> Callable[[], ReplyReader]:
-        """Return what makes the ReplyReader. If calls are forced and the model has no form for them, all is calls."""
+        """Return what makes the ReplyReader. If the model has no form for forced calls, it reads all text as calls."""
         tokenizer, initial_state = self.tokenizer, prompt.initial_state
         machine, parser = mlx_lm_border.make_text_state_machine(tokenizer), tokenizer.tool_parser
         if request.has_plain_calls(tokenizer):
@@ -311,7 +311,7 @@ class ServedModel:
         )
 
     def _take_compiled(self) -> None:
-        """Accept the requests whose grammars are compiled, without waiting if anything runs."""
+        """Accept the requests whose grammars are compiled. Wait briefly for a grammar only if nothing else can run."""
         is_waiting = self._compiling and self._is_free and not self._queue
         pending = {each.pending: each for each in self._compiling if each.pending is not None}
         wait(pending, COMPILING_S if is_waiting else 0, FIRST_COMPLETED)
@@ -350,14 +350,14 @@ class ServedModel:
         opened.record.fork_part, opened.record.fork_hint, opened.record.movable_tokens = found
 
     def fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> Future[tuple[str, str]]:
-        """The part of a prompt that parts it from a stored one at `start`, and what to do about it; "": nothing.
+        """Name the part of a prompt that differs from a stored one at `start`, and what to do about it; "": nothing.
 
-        The template may run several times, so this runs beside the generation thread.
+        The template may run several times, so this runs on another thread.
         """
         return self._renderer.submit(request.client, lambda: self._fork_part(request, prompt, start)[:2])
 
     def _fork_part(self, request: Request, prompt: RenderedPrompt, start: int) -> tuple[str, str, int]:
-        """The part, what to do about it, and how many more tokens would be reused with volatile parts moved."""
+        """Return the part, what to do about it, and how many more tokens --move-volatile would reuse."""
         if prompt.chat is not None:
             keys = np.asarray(prompt.tokens if prompt.keys is None else prompt.keys, np.int64)
             nearest = self._chats.first_change(self.tokenizer, keys, prompt.chat, start, request.namespace)
@@ -386,7 +386,7 @@ class ServedModel:
 
     def _start(self, opened: OpenRequest) -> None:
         prompt, is_alone = opened.prompt, opened.is_alone
-        opened.prompt = opened.pending = None  # its tokens and images need not stay for as long as the reply takes
+        opened.prompt = opened.pending = None  # free the prompt's tokens and images before the reply
         try:
             self._foresee(opened, prompt)
             if is_alone not in self._generators:
@@ -416,7 +416,7 @@ class ServedModel:
         generator = self._generators[self._runs_alone]
         try:
             tokens = generator.round()
-        except Exception as error:  # not of a single request: that would have ended alone
+        except Exception as error:  # of the whole round: an error of one request ends only that request
             logger.exception("a round of many requests failed; all of them end")
             generator.close()
             for opened in self._running.values():
@@ -444,7 +444,7 @@ class ServedModel:
             opened.end(done.done_reason or "stop", done.note, token.text if token.id is None else "")
 
     def _as_event(self, token: Token, request: Request) -> Token:
-        """The token without arrays and completion, and with what the request wants to know of it."""
+        """Return the token without arrays and completion, with the log-probabilities that the request asks for."""
         assert token.id is not None, token
         count = request.sampling.top_logprobs
         top = likeliest(token.logprobs, count, self.tokenizer) if count > 0 else ()
@@ -452,7 +452,7 @@ class ServedModel:
         return token._replace(top_tokens=top, data=data, logprobs=None, completion=None)
 
     def _score_more(self, opened: OpenRequest, steps: Iterator[None]) -> None:
-        """Score a part of a prompt; behind the last one, its reply begins."""
+        """Score the next chunk of a prompt. After the last chunk, start the reply."""
         try:
             if next(steps, opened) is None:
                 return
@@ -465,9 +465,9 @@ class ServedModel:
             self._start(opened)
 
     def _score(self, opened: OpenRequest, tokens: list[int]) -> Iterator[None]:
-        """Put a prompt's tokens with their log-probabilities, evaluated without the cache, a chunk between two yields.
+        """Compute the log-probabilities of a prompt's tokens, one chunk between two yields; then put them as an event.
 
-        What the cache has of a prompt is state, and no logits.
+        This does not use the cache, which stores state and no logits.
         """
         caches = mlx_lm_border.make_prompt_cache(self.model)
         count, step = opened.request.sampling.top_logprobs, max(1, min(512, MAX_SCORES // self._vocabulary_length))
@@ -487,7 +487,7 @@ class ServedModel:
 
 
 def movable_tokens(tokenizer: Any, stored: Chat, asked: Chat, start: int) -> int:
-    """How many more tokens than `start` two chats would share with their volatile parts behind the tools."""
+    """Count the tokens after `start` that two chats would share if their volatile parts came after the tools."""
     moved = [each._replace(messages=behind_tools([*map(dict, each.messages)])[0]) for each in (stored, asked)]
     if [*moved[1].messages] == [*asked.messages]:
         return 0
@@ -504,11 +504,11 @@ def fresh_caches(models: Sequence[Any]) -> list[Any]:
 
 
 def keep_first_space(tokenizer: Any) -> None:
-    """Have the text of replies begin with the space that their first token begins with, which mlx-lm leaves out.
+    """Keep the space at the start of a reply's first token; mlx-lm removes it.
 
-    A reply that comes back in the next turn must be the same tokens, or it is prefilled again.
+    Without the space, the reply has other tokens when it comes back in the next turn, and is prefilled again.
     """
-    detokenizer = tokenizer._detokenizer  # each reply gets a copy
+    detokenizer = tokenizer._detokenizer  # each reply copies this detokenizer
     if isinstance(detokenizer, mlx_lm_border.SPMStreamingDetokenizer):
         detokenizer.trim_space = False
     elif isinstance(detokenizer, mlx_lm_border.BPEStreamingDetokenizer):
@@ -516,7 +516,7 @@ def keep_first_space(tokenizer: Any) -> None:
 
 
 def likeliest(logprobs: mx.array, count: int, tokenizer: Any) -> tuple[LikelyToken, ...]:
-    """The `count` likeliest tokens of log-probabilities (V,), the likeliest first."""
+    """Return the `count` likeliest tokens, the likeliest first. `logprobs`: (V,), V tokens in the vocabulary."""
     ids = mx.argpartition(-logprobs, kth=count - 1)[:count]
     found: list[Any] = [ids.tolist(), logprobs[ids].tolist()]
     top = sorted(zip(*found, strict=True), key=lambda each: (-each[1], each[0]))
@@ -524,7 +524,7 @@ def likeliest(logprobs: mx.array, count: int, tokenizer: Any) -> tuple[LikelyTok
 
 
 def token_bytes(tokenizer: Any, id: int) -> bytes:
-    """The text of a token in UTF-8, a part of a character where the token is one."""
+    """Return the text of a token in UTF-8. A token may be only a part of a character."""
     detokenizer = tokenizer._detokenizer
     if isinstance(detokenizer, mlx_lm_border.SPMStreamingDetokenizer):
         return bytes(detokenizer.tokenmap[id].replace(detokenizer._sep, b" "))
@@ -535,7 +535,7 @@ def token_bytes(tokenizer: Any, id: int) -> bytes:
 
 
 def sampler_of(request: Request, tokenizer: Any, vocabulary_length: int) -> Sampler | None:
-    """mlx-lm's sampler; None: greedy. ApiError: `top_k` is larger than the vocabulary."""
+    """Return mlx-lm's sampler; None: decode greedily. ApiError: `top_k` is larger than the vocabulary."""
     sampling = request.sampling
     if sampling.temperature == 0:
         return None
@@ -556,9 +556,9 @@ def processors_of(sampling: Sampling, vocabulary_length: int) -> Sequence[Logits
 
 
 class SeededSampler:
-    """Samples as `sampler` does after mx.random.seed(seed), undisturbed by other requests.
+    """Samples as `sampler` does after mx.random.seed(seed). Other requests do not change the result.
 
-    MLX has one random state per thread: each call sets the request's own, then restores the other.
+    MLX has one random state per thread. Each call sets the state of the request, then restores that of the thread.
     """
 
     def __init__(self, sampler: Sampler, seed: int) -> None:

@@ -1,14 +1,14 @@
 """Service: how the routes of all APIs get replies. Runs on the event loop; never imports MLX.
 
-await read_json(http_request, make)    what the API makes of the body: it checks the fields and makes the Request
-await service.answer(...)              the whole response, by way of the API's ReplyWriter
+await read_json(http_request, make)    parses the body; `make` of the API checks the fields and makes the Request
+await service.answer(...)              returns the whole response, which the API's ReplyWriter writes
 
 reply = await service.ask(request)     ApiError: the server is full or stops, or the request is wrong
 async for part in reply: ...           PrefillProgress and Token
 reply.record, reply.finish_reason      how it ended, after the loop
 reply.cancel()                         also called when the loop is left early
 
-require_few_values bounds what a body costs before it is parsed. On FairThreads, clients take turns.
+require_few_values refuses bodies that would take long to parse. FairThreads are threads on which clients take turns.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ T = TypeVar("T")
 
 EVENTS = "text/event-stream"
 CLIENT_CLOSED_REQUEST = 499  # status of a request whose client went away, as in nginx: for logs and metrics only
-IDLE_S = 15  # after which a reply that has not begun says that it waits: proxies and clients drop silent connections
+IDLE_S = 15  # seconds until a reply without tokens repeats its progress: proxies and clients drop silent connections
 MAX_SALT_CHARS = 200
 TENANT_HEADERS = ("x-apc-tenant", "x-tenant-id")  # of mlx-vlm's server
-#: What the values of a body may cost together. A list, an object and a field cost as much as so many plain values.
-#: Parsing holds Python's global lock, on whatever thread. So only this limit bounds how long others wait for it.
+#: The most that the values of a body may cost. A plain value costs 1; a list, an object or a field CONTAINER_COST.
+#: Parsing holds Python's global lock, on any thread. So only this limit bounds how long other threads wait.
 MAX_COST, CONTAINER_COST = 1_000_000, 10
-LARGE_BYTES = 64 << 10  # bodies that are read on a thread of their own
-MAX_DEPTH = 64  # deepest nesting of lists and objects in a body: what copies and renders them is recursive
+LARGE_BYTES = 64 << 10  # larger bodies are parsed on another thread
+MAX_DEPTH = 64  # deepest nesting of lists and objects in a body, because copying and rendering are recursive
 
 
 class ReplyBackend(Protocol):
@@ -70,14 +70,14 @@ class ReplyBackend(Protocol):
         """Accept a request; any thread. ApiError: the backend is full (429) or stopping (503)."""
 
     async def count_tokens(self, request: Request) -> int:
-        """Count the tokens of a prompt. ApiError: it cannot be made, or there is no such model."""
+        """Count the tokens of a prompt. ApiError: the prompt cannot be made, or there is no such model."""
 
 
 class ServedReply:
     """One reply as it arrives. `record` and `finish_reason` are None until it has ended.
 
-    `cached_tokens` are the prompt's tokens that the cache had, from the first part on. `echo` is the prompt's text if
-    the request wants it, and `echoed` are its tokens if it wants their log-probabilities.
+    `cached_tokens`: how many prompt tokens the cache had; None before the first part. `echo`: the text of the prompt,
+    if wanted. `echoed`: the tokens of the prompt, if their log-probabilities are wanted.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ServedReply:
         self._opened.cancel()
 
     async def __aiter__(self) -> AsyncIterator[PrefillProgress | Token]:
-        """Yield its parts. Before the first token, yield the progress every IDLE_S at least. ApiError: it failed."""
+        """Yield the parts. Before the first token, yield progress at least every IDLE_S. ApiError: the reply failed."""
         reason: FinishReason = "stop"
         progress, reader = PrefillProgress(0, self.prompt_tokens), None
         try:
@@ -109,7 +109,7 @@ class ServedReply:
                     event = progress
                 if isinstance(event, PrefillProgress):
                     self.echoed = event.echoed or self.echoed
-                    if event.new_reader or event.echoed:  # A reader: another replica starts anew.
+                    if event.new_reader or event.echoed:  # a reader: another replica starts the reply again
                         continue
                     if self.cached_tokens is None and event is not progress:
                         self.cached_tokens = event.done_tokens
@@ -132,7 +132,7 @@ class ServedReply:
 
 
 async def merge_replies(replies: Sequence[ServedReply]) -> AsyncIterator[tuple[int, PrefillProgress | Token]]:
-    """The parts of several replies as they come, each with the index of its reply. ApiError: one failed."""
+    """Yield the parts of several replies as they arrive, each with the index of its reply. ApiError: a reply failed."""
     if len(replies) == 1:
         async for part in replies[0]:
             yield 0, part
@@ -146,7 +146,7 @@ async def merge_replies(replies: Sequence[ServedReply]) -> AsyncIterator[tuple[i
                 index = awaited.pop(task)
                 with suppress(StopAsyncIteration):
                     yield index, task.result()
-                    # Not before, so that a reply is still as it was at this part.
+                    # Not before the yield: the caller must see the reply as it was at this part.
                     awaited[asyncio.ensure_future(anext(streams[index]))] = index
     finally:
         for task in awaited:
@@ -159,16 +159,16 @@ class ReplyWriter(Protocol):
         """Wait for the whole reply, in the form of an API. ApiError: it failed."""
 
     def events(self) -> AsyncIterator[str]:
-        """Server-sent events, or lines; a failure is one of them."""
+        """Yield server-sent events or lines. An error is an event or a line, too."""
 
 
 Events: TypeAlias = Iterator[dict[str, Any]]
 
 
 class BlockWriter(ABC):
-    """Writes one reply as a list of blocks, of reasoning, text and calls. Only the last block may be open.
+    """Writes one reply as a list of blocks: reasoning, text or a call. Only the last block may be open.
 
-    White space alone is no block: models write it between reasoning, calls and text.
+    White space alone opens no block, because models write it between reasoning, calls and text.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class BlockWriter(ABC):
         return self._result
 
     async def events(self) -> AsyncIterator[str]:
-        """Server-sent events, with comments during prefill. A failure is the last of them."""
+        """Yield server-sent events, with comments during prefill. An error is the last event."""
         try:
             async for event in self._events():
                 if isinstance(event, PrefillProgress):
@@ -225,7 +225,7 @@ class BlockWriter(ABC):
 
 
 class _Mailbox:
-    """Carries events to the event loop, which wakes once for all events of a round."""
+    """Carries events from other threads to the event loop. The loop wakes once for all events of a round."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -239,14 +239,14 @@ class _Mailbox:
             self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_woken = False  # before the loop, or a later event could be left behind
+        self._is_woken = False  # before the loop: an event that is put meanwhile must wake the event loop again
         while self._events:
             queue, event = self._events.popleft()
             queue.put_nowait(event)
 
 
 class Service:
-    """Asks the backend for the routes. `timeout_s` after its request, a reply ends with what it has."""
+    """Passes requests of routes to the backend. `timeout_s` after its request, a reply ends with its text so far."""
 
     def __init__(self, backend: ReplyBackend, *, timeout_s: float) -> None:
         self.backend, self._timeout_s = backend, timeout_s
@@ -261,7 +261,7 @@ class Service:
         stream: bool,
         media_type: str = EVENTS,
     ) -> Response:
-        """Return the response to requests that are served together, in one piece or as a stream of events.
+        """Serve requests together and return one response: whole, or as a stream of events.
 
         ApiError: a request cannot be served.
         """
@@ -317,16 +317,16 @@ class Service:
 
 
 async def read_json(request: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:
-    """Return what `make` makes of a request's body.
+    """Parse the body of a request and return `make(body)`.
 
-    ApiError: no JSON object, nested too deep, NaN, infinity, half a surrogate pair; or as `make`.
+    ApiError: no JSON object, nested too deep, NaN, infinity or half a surrogate pair; or `make` raises it.
     """
     raw = await request.body()
     return await beside_loop(len(raw), lambda: make(_parse(raw)))
 
 
 async def beside_loop(length_bytes: int, work: Callable[[], T]) -> T:
-    """Do what takes time for a long body. Then another thread does it, and the event loop goes on."""
+    """Do work on a body. If the body is long, another thread does the work, so that the event loop is free."""
     if length_bytes <= LARGE_BYTES:
         return work()
     return await asyncio.wrap_future(READERS.submit(CLIENT.get(), work))
@@ -351,7 +351,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def namespace_of(request: HttpRequest, body: Mapping[str, Any]) -> str:
-    """The namespace of a request: its shared one, or, with `cache_prompt: false` (llama.cpp), one of its own.
+    """Return the namespace of a request. With `cache_prompt: false` (llama.cpp), only this request has it.
 
     ApiError: a field is wrong.
     """
@@ -362,9 +362,9 @@ def namespace_of(request: HttpRequest, body: Mapping[str, Any]) -> str:
 
 
 def shared_namespace_of(request: HttpRequest, body: Mapping[str, Any]) -> str:
-    """The namespace of a request's key, and behind a space its salt. ApiError: the salt is wrong.
+    """Return the namespace of the API key; if there is a salt, add a space and the salt. ApiError: the salt is wrong.
 
-    Salts are the body's `cache_salt` (vLLM, SGLang) and the headers of mlx-vlm's tenants.
+    The salt is `cache_salt` of the body (vLLM, SGLang), or a header for tenants of mlx-vlm.
     """
     namespace = str(getattr(getattr(request.state, "tenant", None), "namespace", ""))
     salt = body.get("cache_salt")
@@ -376,12 +376,12 @@ def shared_namespace_of(request: HttpRequest, body: Mapping[str, Any]) -> str:
 
 
 def to_json(body: object, status: int = 200) -> Response:
-    """A JSON response. Half a surrogate pair, which a model may write, is escaped."""
+    """Return a JSON response. Half a surrogate pair, which a model may write, is escaped."""
     return Response(json.dumps(body), status, media_type="application/json")
 
 
 async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it when the client leaves, with an ApiError. The body must have been read."""
+    """Await `work`. If the client disconnects, cancel it and raise ApiError. Read the body before you call this."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -405,7 +405,7 @@ def server_sent_event(data: object, name: str | None = None) -> str:
 
 
 class ReplyStream(StreamingResponse):
-    """Replies as server-sent events or lines. They are cancelled however the response ends, also before the first."""
+    """Streams replies as server-sent events or lines. When the response ends or fails, all replies are cancelled."""
 
     def __init__(self, replies: Sequence[ServedReply], events: AsyncIterator[str], media_type: str) -> None:
         super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache"})
@@ -420,13 +420,13 @@ class ReplyStream(StreamingResponse):
 
 
 def require_few_values(raw: bytes) -> None:
-    """ApiError: parsing a body would take too long. What stands inside of texts does not count.
+    """Raise ApiError if parsing a body would take too long. Characters inside texts do not count.
 
-    Valid JSON is counted exactly. For other JSON, this counts what a parser reads before the first mistake.
+    The count is exact for valid JSON. For other JSON, it includes all that a parser reads before the first error.
     """
     if _cost(np.frombuffer(raw, np.uint8)) <= MAX_COST:
         return
-    # Without escapes, no quote is left inside of a text.
+    # Remove escapes: then each quote begins or ends a text.
     bare = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     cost = _cost(bare[~np.logical_xor.accumulate(bare == ord('"'))])
     if cost > MAX_COST:
@@ -440,7 +440,7 @@ def _cost(signs: NDArray[np.uint8]) -> int:
 
 
 class FairThreads:
-    """Threads on which clients take turns. A client has `each` threads at most, so that others need not wait for it."""
+    """Threads on which clients take turns. A client has `each` threads at most, so that other clients need not wait."""
 
     def __init__(self, count: int, each: int, name: str) -> None:
         self._pool, self._each = ThreadPoolExecutor(count, name), each
@@ -460,7 +460,7 @@ class FairThreads:
         return future
 
     def close(self) -> None:
-        """Cancel what waits; what runs goes on."""
+        """Cancel work that waits. Work that runs goes on."""
         with self._lock:
             left = [future for futures in self._waiting.values() for future in futures]
             self._waiting.clear()
@@ -479,7 +479,7 @@ class FairThreads:
                     future.set_exception(error)
 
     def _next(self, ended: str | None) -> tuple[str, Future[Any]] | None:
-        """The next client and its work; None: nothing waits that may run. `ended`: a client whose work has ended."""
+        """Return the next client and its work; None: no work may run now. `ended`: the client whose work has ended."""
         with self._lock:
             if ended is not None:
                 self._running[ended] -= 1
@@ -491,7 +491,7 @@ class FairThreads:
             futures = self._waiting.pop(client)
             future = futures.popleft()
             if futures:
-                self._waiting[client] = futures  # behind the others
+                self._waiting[client] = futures  # behind all other clients
             self._running[client] += 1
             return client, future
 

@@ -1,6 +1,6 @@
-"""Readers and writers of the trace formats with block hashes. `FORMS` is the table of all formats that are known.
+"""Readers and writers of the trace formats with block hashes. `FORMS` is the table of all known formats.
 
-A bad line stops a reader, or with `skip_bad` is counted and left out. This file never imports MLX.
+A bad line stops a reader. With `skip_bad`, the reader counts the line and goes on. This file never imports MLX.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class TraceForm:
     """A format of traces: a row of `FORMS`.
 
     Attributes:
-        told_by: the keys that tell the format, at the beginning of a file.
-        read: makes one trace or more of files in the format.
-        block_tokens, time_unit: the usual ones, if the user may name others; else the files name them.
-        are_prefix_ids: the publisher promises that equal ids mean equal prefixes. Otherwise, the file shows it.
-        session: the key that has the session.
+        told_by: keys at the beginning of a file that identify the format.
+        read: reads files in the format and returns one or more traces.
+        block_tokens, time_unit: the defaults, if the user may name others; empty if the files name them.
+        are_prefix_ids: the publisher promises that equal ids mean equal prefixes. Otherwise, the reader checks it.
+        session: the key of the session.
     """
 
     name: str
@@ -58,16 +58,16 @@ def _block_ids(
     are_prefix_ids: bool = True,
     is_named: bool = True,
 ) -> list[Any]:
-    """A record's `hash_ids`, for the tokens that it counts in `length`; of a last part of a block there may be none.
+    """Return a record's `hash_ids`, one for each block of its `tokens`. A last block that is not full may have no id.
 
-    `is_named`: the file names the length of its blocks; else the user may name it.
+    `length`: the record's key of `tokens`. `is_named`: the file names the length of its blocks; else the user may.
     """
     wanted = "a list of whole numbers, or of texts"
     ids: list[Any] = fields.value("hash_ids", list, wanted)
     if float in map(type, ids):
-        # Larger floats may stand for several ids.
+        # A float above MOST_EXACT may stand for several ids, so it stays a float and is refused.
         ids = [int(x) if isinstance(x, float) and x.is_integer() and 0 <= x <= MOST_EXACT else x for x in ids]
-    # Not both: 1 and "1" could be the same block.
+    # Refuse numbers beside texts: 1 and "1" could be the same block.
     expect({*map(type, ids)} in (set(), {int}, {str}), f"{fields.where}: hash_ids is", ids, wanted)
     full, rest = divmod(tokens, block_tokens)
     if len(ids) not in (full, full + bool(rest)):
@@ -82,7 +82,7 @@ def _block_ids(
 
 # Compact: what PrefixCache(trace=FILE) records; radixcache/observe/trace.py describes the format
 #
-# After a restart or a failed write a file has one more part, with a header. The times of a part continue from the end
+# A restart or a failed write begins a new part of the file, with a header. The times of a part continue from the end
 # of the part before it. Requests are written when they end; the reader sorts them by arrival.
 
 
@@ -110,7 +110,7 @@ def compact_bytes(trace: Trace) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a header says, the requests behind the header in the order of the file, and the blocks of each by number."""
+    """A header and the requests after it, in the order of the file. `digests`: request number -> its blocks."""
 
     block_tokens: int
     clock: str
@@ -138,7 +138,7 @@ class _Part:
         self.requests.append(TraceRequest(table.keys(ids), tokens, output_tokens, time_ms, session, turn, kind))
 
     def _shared_blocks(self, fields: Fields) -> list[bytes]:
-        """The first blocks, shared with an earlier request of the part."""
+        """Return the first blocks, which an earlier request of the part has, too."""
         after = fields.record.get("after")
         if after is None:
             return []
@@ -176,7 +176,7 @@ def _hashed_blocks(fields: Fields) -> list[bytes]:
 
 
 def read_compact(_: TraceForm, paths: Sequence[Path], reading: Reading) -> Iterator[Trace]:
-    """A trace per file. A torn line is left out and counted, even without `skip_bad`."""
+    """Yield a trace per file. An incomplete last line of a part is skipped and counted, even without `skip_bad`."""
     for path in paths:
         parts = _parts(path, reading)
         requests: list[TraceRequest] = []
@@ -226,8 +226,8 @@ def _part_of(header: Fields, before: Sequence[_Part]) -> _Part:
 
 # Rows: {"timestamp": t, "input_length": tokens, "output_length": tokens, "hash_ids": [...]} per line
 #
-# The ids are those of the whole prompt, without the output. A last block that is partly filled may be hashed or not.
-# Rows of one session may be apart. A later row may have a `delay` after the reply before it instead of a timestamp.
+# `hash_ids` cover the whole prompt, not the output. A last block that is not full may have an id or none. Rows of other
+# sessions may stand between rows of a session. Instead of a timestamp, a row may have a `delay` after the last reply.
 
 
 UNITS_MS = {"seconds": 1e3, "milliseconds": 1.0}
@@ -236,7 +236,7 @@ _ALIASES = {"created_time": "timestamp", "input_tokens": "input_length", "output
 
 
 def read_rows(form: TraceForm, paths: Sequence[Path], reading: Reading) -> Iterator[Trace]:
-    """A trace per file, hashed by blocks of the form's length or of `reading.block_tokens`."""
+    """Yield a trace per file. The length of blocks is `reading.block_tokens`, or that of the form if this is 0."""
     return (_RowReader(form, path, reading).trace() for path in paths)
 
 
@@ -256,7 +256,7 @@ def mooncake_bytes(trace: Trace) -> bytes:
 
 
 def _link(fields: Fields, name: str) -> str:
-    """The id of a row or of the row before it; "": there is none, as -1, no text or NaN say in files of tables."""
+    """Return the id of a row, or of the row before it; "": none. Files from tables write -1, "" or NaN for none."""
     value = fields.record.get(name)
     if isinstance(value, float) and (value.is_integer() or math.isnan(value)):
         value = None if math.isnan(value) else int(value)
@@ -266,9 +266,9 @@ def _link(fields: Fields, name: str) -> str:
 
 
 class _RowReader:
-    """The requests of a file so far, the row before each row, the latest request of each session, what was assumed.
+    """Reads one file: the requests so far, the parent of each row, the latest request of each session.
 
-    Until the end of the file the session of a request is the id of its row: a parent may come later in the file.
+    A parent may come later in the file. So until the end of the file, `session` of a request is the id of its row.
     """
 
     def __init__(self, form: TraceForm, path: Path, reading: Reading) -> None:
@@ -335,7 +335,7 @@ class _RowReader:
         return request
 
     def _root(self, row: str) -> str:
-        """The first row of a row's session, as far as is known."""
+        """Return the first known row of a row's session."""
         path = {row}
         while (parent := self._parents.get(row, row)) not in path:
             path.add(row := parent)
@@ -343,7 +343,7 @@ class _RowReader:
         return row
 
     def _with_sessions(self, requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-        """Requests by time, with the names of their sessions. Without a turn, they are numbered in this order."""
+        """Yield the requests with the names of their sessions. A request without a turn gets the next number."""
         turns: dict[str, int] = {}
         for request in requests:
             if request.session:
@@ -354,7 +354,7 @@ class _RowReader:
                 yield request
 
     def _arrival_ms(self, fields: Fields, earlier: TraceRequest | None) -> int:
-        """When a row arrived; made up without a timestamp: as sessions begin, or after the reply and the delay."""
+        """Return when a row arrived. Without a timestamp: a made-up start, or the last reply's end plus the delay."""
         unit_ms, pace, delay_ms = UNITS_MS[self._unit], self._reading.pace, None
         names = fields.record.keys()
         self._has_times |= not names.isdisjoint(("timestamp", "delay"))
@@ -374,21 +374,21 @@ class _RowReader:
         return earlier.time_ms + round(1e3 * earlier.output_tokens / pace.output_tokens_per_s + delay_ms)
 
 
-# Coding agent: a JSON file per session, with block ids of its own
+# Coding agent: a JSON file per session; block ids mean nothing in other files
 #
-# A session's `t` counts seconds from its start. The files do not say when sessions begin: here they begin as a seeded
-# Poisson process, in the order of the files, so the time between sessions is synthetic. Two rules of the format:
+# `t` counts seconds from the start of the session. The files do not say when sessions begin: here the starts are a
+# seeded Poisson process, in the order of the files, so the time between sessions is synthetic. Two rules of the format:
 #
 #   CA1  Only full blocks are hashed. The rest of a prompt becomes a last block that no other request shares.
-#   CA2  `t` of a sub-agent is the end of its work. Its own requests count from its start, `duration_ms` earlier. (Then
-#        sub-agents of one request start within 0.02 s of one another and of that request.)
+#   CA2  `t` of a sub-agent is when it ended; it started `duration_ms` earlier. `t` of its requests counts from there.
+#        (Read like this, the sub-agents of one request start within 0.02 s of one another and of that request.)
 
 
 _MOST_DEPTH = 16
 
 
 def read_coding_agent(_: TraceForm, paths: Sequence[Path], reading: Reading) -> Iterator[Trace]:
-    """One trace of all sessions; the first one begins at 0, and the seed decides when the others begin."""
+    """Yield one trace of all sessions. The first session begins at 0; the seed decides when other sessions begin."""
     draw = random.Random(reading.seed)
     sessions: list[Trace] = []
     sources: dict[str, str] = {}
@@ -425,7 +425,7 @@ def read_coding_agent(_: TraceForm, paths: Sequence[Path], reading: Reading) -> 
 
 @dataclass(frozen=True)
 class _Session:
-    """A file of a session, whose blocks share one table."""
+    """The file of a session. All its blocks share one table."""
 
     reading: Reading
     table: KeyTable
@@ -434,7 +434,7 @@ class _Session:
     def requests(
         self, records: list[Any], places: Sequence[str], name: str, start_s: float = 0.0, depth: int = 0
     ) -> Iterator[TraceRequest]:
-        """The requests of the main agent (depth 0) or of a sub-agent that starts then, with those of its sub-agents."""
+        """Yield the requests of an agent that starts at `start_s`, and of its sub-agents. Depth 0: the main agent."""
         turn = 0
         for index, (record, place) in enumerate(zip(records, places, strict=True)):
             where = f"{place}: requests[{index}]"
