@@ -40,7 +40,7 @@ _CONTINUATIONS = ("alpha", "Zulu")
 HEADER_TOKENS = 24
 # Most characters of white space before a text.
 _WHITE_CHARS = 8
-#: So few tokens before the first question are no system prompt.
+#: Up to this many tokens before the first question are no system prompt.
 SHORT_TOKENS = 8
 #: `RenderedChat.marks` has the ends of this many last messages, and of as many messages spread over all.
 MARKED_MESSAGES = 16
@@ -163,7 +163,7 @@ class RenderedChat:
     """A conversation as its template renders it: its tokens, and where its messages end."""
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message], ending: Ending) -> None:
-        """ValueError: the template refuses the messages, or leaves out the last message, which a reply must continue.
+        """ValueError: the template refuses the messages, or leaves out the last message, which the reply continues.
 
         Also if a message contains a control token's text, and the tokenizer cannot keep it as text.
         """
@@ -263,13 +263,13 @@ class RenderedChat:
         return (self._borders(max(start, end - HEADER_TOKENS), end) or [end])[-1]
 
     def _borders(self, start: int, end: int) -> list[int]:
-        """Offsets of special tokens that follow another one, but for white space; else of the last special token."""
+        """Offsets of special tokens right after another one (white space may stand between); else of the last one."""
         special = self._template.learnt.special_ids
         found = [index for index, token in enumerate(self.tokens[start:end].tolist(), start) if token in special]
         return [right for left, right in pairwise(found) if right - left <= 2] or found[-1:]
 
     def shared_with(self, messages: Sequence[Message]) -> int:
-        """How many tokens the rendering of other messages, without an opened reply, shares with this; 0: it fails."""
+        """How many tokens the rendering of other messages, with no reply opened, shares with this; 0: it is refused."""
         try:
             shared = common_rendering(self.rendering, RenderedChat(self._template, messages, "message").rendering)
         except ValueError:

@@ -1,6 +1,6 @@
 """ChatTemplate: a tokenizer's chat template, called with messages in the form that it accepts. Never imports MLX.
 
-Templates want messages in different forms; `choose_form` finds the first form that a template accepts. With some, the
+Templates want messages in different forms; `choose_form` finds the first form that a template accepts. In some, the
 text of a control token in a message becomes the token; a break (`BREAK`) after its first character keeps it text.
 """
 
@@ -168,7 +168,7 @@ class ChatTemplate:
     def require_plain_text(self, messages: Sequence[Message], rendering: Rendering, generation_prompt: bool) -> None:
         """Raise ValueError if the tokenizer's own rendering makes a control token of the text of a message or a tool.
 
-        With breaks in these texts, none becomes a control token. So both renderings must have as many control tokens.
+        With breaks in these texts, none becomes a control token. So both renderings must have equally many of these.
         """
         if not self.is_plain_text or self._has_breaks or isinstance(rendering, str):
             return

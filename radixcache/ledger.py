@@ -24,7 +24,7 @@ Invariants:
 
   U1  Deferred work runs under the lock, after every operation that began before it.
   U2  Work in `afterwards` runs in the thread that had the lock, once that thread has released it.
-  U3  If a signal comes while the main thread waits for the lock or has it, it is delivered after that and after U2.
+  U3  A signal that comes while the main thread waits for the lock or has it is delivered after the work of U2.
   U4  Entering a lock that was used before a fork raises RuntimeError in the child: the lock may be held forever there.
 """
 

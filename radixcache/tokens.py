@@ -31,8 +31,8 @@ def checked_prompt(
     """Return the ids and keys of a prompt; without keys the ids are the keys.
 
     Raises:
-        ValueError: `tokens` as in `token_ids`; keys are not one 64-bit integer for each token, in one dimension; a mark
-            is not an offset in the prompt.
+        ValueError: as in `token_ids`; or keys are not one 64-bit integer for each token, in one dimension; or a mark is
+            not an offset in the prompt.
     """
     ids = token_ids(tokens, vocab_size)
     own_keys = ids.astype(np.int64) if keys is None else _integers(keys, "keys").astype(np.int64)

@@ -286,7 +286,7 @@ def copied(tree: Any, leaf: Any = owned) -> Any:
 def untouched(caches: Sequence[Any]) -> Iterator[None]:
     """Undo what forward passes in this block do to caches of point state.
 
-    A second handle on each array prevents that the array is written in place.
+    A second handle on each array keeps the array from being written in place.
     """
     held = [copied(vars(cache), mx.array) for cache in caches]
     try:

@@ -82,7 +82,7 @@ def _is_plain(value: Any) -> bool:
 def _digest(array: mx.array) -> tuple[mx.array, mx.array]:
     """The sums of an array's rows, and samples; both as bits, not evaluated."""
     flat = array.reshape(-1)
-    # No words of 32 bits: an even number of changed signs would not change their sum.
+    # Do not sum words of 32 bits: an even number of changed signs would not change the sum.
     bits = flat.view(mx.uint8 if array.dtype.size == 1 else mx.uint16)
     sums = bits.reshape(*array.shape[:-1], -1).sum(axis=-1) if array.size else bits
     return sums, flat[:: max(1, array.size // SAMPLES) | 1].view(mx.uint8)
@@ -96,7 +96,7 @@ def state_identities(
     exact: bool = False,
     stored_bits: int | None = None,
 ) -> list[Identity]:
-    """The identities of a cache's state: of its empty leaves and of `given`; None: of the model's weights.
+    """The identities of a cache's state, made of its empty leaves and of `given` (None: of the model's weights).
 
     The first identity is the cache's own. The next ones name the same state in more bits: the cache may read it and
     round it.

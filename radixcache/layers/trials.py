@@ -33,8 +33,8 @@ GRID_STEPS = 2
 #: models, the error was at most 0.16 with 8 bits and 0.86 with 4 bits; with 4 bits, only gross faults are found.
 #: Attention that picks keys by an index (deepseek_v32) picks other keys after rounding, and has larger errors.
 STORED_TOLERANCES = {8: 0.2, 4: 1.0}
-#: After rounding, a model with experts picks other experts for some tokens, and their state is that of other tokens.
-#: This share of a layer's rows may be wrong; without rows, this is the tolerance. Tiny random models had 1 of 128, 0.5.
+#: After rounding, a model with experts picks other experts for some tokens. So this share of a layer's rows may be
+#: wrong. State without rows may have this error. Tiny random models had 1 wrong row of 128, and an error of 0.5.
 PICKED_ROWS = 1 / 20
 PICKED_TOLERANCE = 1.0
 #: The allowed error is this many times the measured rounding, and at least this part of the dtype's tolerance.

@@ -1,4 +1,4 @@
-"""Drafting: propose tokens to one request from several sources, and count the accepted ones. Never imports MLX.
+"""Drafting: propose tokens for one request from several sources, and count the accepted ones. Never imports MLX.
 
 A Source proposes tokens that may come next. Drafting asks all sources and takes the proposal with the highest expected
 number of accepted tokens. DraftPace says how many of its tokens are worth checking:
@@ -45,11 +45,11 @@ FOLLOWS = 0.8
 IDLE_TOKENS, IDLE_LOOKS = 16, 32
 #: Most tokens from one look to the next.
 MOST_STRIDE = 32
-#: A reply is indexed in batches of this many tokens. PromptSource does not wait if the last tokens came before.
+#: A reply is indexed in batches of this many tokens. PromptSource indexes at once if the last tokens recur.
 FED_TOKENS = 256
 #: Tokens that one look of a source indexes, or one pass for TreeSource, in about 2 ms.
 LOOK_TOKENS = 2048
-#: Used tokens of a prediction, per token of `max_tokens`: a reply may leave out half of the prediction.
+#: How many tokens of a prediction are used per token of `max_tokens`: a reply may leave out half of them.
 MOST_PREDICTED = 2
 #: Characters of a predicted text that are tokenized at a time.
 PIECE_CHARACTERS = 1 << 16
@@ -63,7 +63,7 @@ class Source(Protocol):
     name: str
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
-        """Return at most `limit` tokens that may follow `tail`: the last TAIL_TOKENS tokens or more, if there are."""
+        """Return at most `limit` tokens that may follow `tail`, the last tokens (TAIL_TOKENS or more, or all)."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the tokens that the reply got since the last call."""
@@ -88,7 +88,7 @@ class TreeSource:
 
 
 class PromptSource:
-    """Proposes from the request's own prompt and reply. Has room for `reply_tokens`; then the oldest tokens go.
+    """Proposes from the request's own prompt and reply. Has room for `reply_tokens`, then drops the oldest.
 
     Each look indexes `LOOK_TOKENS` of the prompt, so no token waits until all of a long prompt is indexed. The reply is
     indexed in batches of `FED_TOKENS`, or as soon as a look needs the reply's last tokens.
@@ -107,7 +107,7 @@ class PromptSource:
         self._indexed_tokens = _index_more(self._index, self._prompt, self._indexed_tokens)
         found = self._index.propose(tail, limit)
         if self._indexed_tokens == len(self._prompt) and (waiting := self._recent[self._indexed_bytes :]):
-            # Needed: the last tokens came before among the waiting ones, or the draft may continue among these.
+            # Needed: the last tokens occur earlier among the waiting ones, or the draft may continue there.
             is_needed = found.tokens or self._recent.find(_raw(tail[-LEAST_FOUND:]), 0, -ID_BYTES) >= 0
             if is_needed or len(waiting) >= FED_TOKENS * ID_BYTES:
                 self._index.extend(array("i", waiting))
@@ -185,7 +185,7 @@ class Drafted:
 
 
 class Drafting:
-    """Proposes tokens to one request.
+    """Proposes tokens for one request.
 
     Args:
         sources: asked in this order; the first of equally good proposals wins.

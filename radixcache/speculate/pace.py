@@ -30,10 +30,10 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 MOST_PROPOSED = WIDTHS[-1] - 1
 #: Weight of a new measurement in the moving averages.
 WEIGHT = 0.1
-#: A measurement counts at most this many times the average, to limit page faults and other processes: MOST_TIMES
-#: if the measurement before was slow, too, else LEAST_TIMES.
+#: A measurement counts at most this many times the average, because of page faults and other processes. It is
+#: MOST_TIMES if the measurement before was slow, too, else LEAST_TIMES.
 MOST_TIMES, LEAST_TIMES = 3.0, 1.5
-#: Until wider passes are measured, each more token is expected to cost this share of a pass over one token.
+#: Until wider passes are measured, each additional token is expected to cost this share of a pass over one token.
 HOPED_SHARE = 0.02
 #: A proposal ends where the chance that all of it is accepted falls below this.
 LEAST_CHANCE = 0.05
@@ -206,7 +206,7 @@ class DraftPace:
         """As `length`: the least seconds per token, and the tokens per row to check. Guesses add drafting time."""
         least = self.seconds(1, rows) / rows * (1 - LEAST_GAIN)
         if self._assumed is None and self._is_stale(rows):
-            return least, 0  # A pass over one token is due for a measurement, which costs nothing.
+            return least, 0  # Propose nothing: so a pass over one token is measured, at no cost.
         chances = [accumulate(proposal.chances[:MOST_PROPOSED], mul) for proposal in proposals]
         drafting_s = self._asked_lately(rows)[0] if any(_is_guess(each) for each in proposals) else 0.0
         count, tokens = 0, float(rows)

@@ -17,8 +17,8 @@ Invariants, asserted by `check`:
   S3  A namespace has a number as long as it has a run; the tokens of a cleared run are -1.
   S4  nbytes <= capacity * MOST_TOKEN_BYTES.
 
-A position is found from the head of its bucket if its run has a whole suffix before it, and it is neither cut nor
-context. The newer positions on the way are overwritten later.
+A position is found from the head of its bucket if its run has a whole suffix before it. The position must be neither
+cut nor context. The newer positions on the way are overwritten later.
 
 `propose` reads a bounded number of positions, whatever the size. `add` is vectorised, O(n log n). Not thread-safe: the
 callers hold the cache's lock.
@@ -40,7 +40,7 @@ from radixcache.speculate.pace import MOST_PROPOSED, NOTHING, Proposal
 
 #: Suffix lengths that are looked for, longest first.
 LENGTHS = (16, 8, 5, 3, 2)
-#: How many last tokens are looked up at most.
+#: Most last tokens that are looked up.
 TAIL_TOKENS = LENGTHS[0]
 #: Fewest tokens of a run: a shorter run could never be found.
 LEAST_RUN = LENGTHS[-1] + 1
@@ -109,7 +109,7 @@ class SuffixIndex:
         return self.capacity * TOKEN_BYTES + len(self._starts) * RUN_BYTES
 
     def add(self, tokens: Any, namespace: str = "", *, context: int = 0) -> None:
-        """Add a run of token ids. The first `context` of them are indexed already, and only stand before the others.
+        """Add a run of token ids. The first `context` of them are indexed already; they are context for the others.
 
         Keys that are no ids, such as those of images, end a run: no suffix crosses them.
         """
@@ -251,7 +251,7 @@ class SuffixIndex:
         while self._gone + 1 < len(self._starts) and self._starts[self._gone + 1] <= oldest:
             self._disown(self._gone)
             self._gone += 1
-        if self._gone * 8 > len(self._starts):  # not every time, because the other runs move up
+        if self._gone * 8 > len(self._starts):  # seldom, because the remaining runs must move up
             del self._starts[: self._gone], self._owners[: self._gone]
             self._gone = 0
 

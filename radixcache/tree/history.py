@@ -84,8 +84,8 @@ class Event(NamedTuple):
         nbytes: bytes of the state; 0 where no state was moved, made or dropped.
         detail: by kind. stored, evicted: `state`, "tokens" or "checkpoint"; evicted tokens also `was_wrong`, whether
             verification found them wrong. split, merged: `at`. resumed: `prompt_tokens`, `matched_tokens`, `reason`
-            (None or a Reason), `by` ("begin", "begin_many" or "fetch"). quarantined: `mismatch`, a Mismatch; [start,
-            end) is a range of the request's own path.
+            (None or a Reason), `by` ("begin", "begin_many" or "fetch"). quarantined: `mismatch`, a Mismatch; the
+            range is on the request's own path.
     """
 
     kind: EventKind
