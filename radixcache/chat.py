@@ -1,15 +1,15 @@
 """Render chat messages to tokens, and find the offsets ("marks") where other conversations may diverge from this one.
 
-A mark is a hint: a wrong one wastes a checkpoint and never changes an answer. So the texts of the messages are looked
-for in the rendered text, in order, and a message ends between its last text and the first text of the next message:
+A mark is a hint: a wrong mark wastes a checkpoint and never changes an answer. So a search of the rendered text for the
+messages' texts is good enough. A message ends between its last text and the first text of the next message:
 
     user: "Hi"                  Hi<|im_end|>▲<|im_start|>assistant: Fine.     between two special tokens
-    assistant: "Fine."          Hi▲<|assistant|>Fine.                         in front of the last special token
-                                Hi and Bye. Assistant: ▲Fine.                 in front of the next text
+    assistant: "Fine."          Hi▲<|assistant|>Fine.                         before the last special token
+                                Hi and Bye. Assistant: ▲Fine.                 before the next text
 
-The tokens are exact: what the tokenizer's own `apply_chat_template` gives for the whole conversation. The template runs
-once, and the text is tokenized once. A tokenizer that gives tokens without their offsets needs one more rendering for
-each end. Never imports MLX.
+The tokens are exactly those of the tokenizer's own `apply_chat_template` for the whole conversation. The template runs
+once, and the text is tokenized once. If a tokenizer gives tokens without their offsets in the text, each mark needs one
+more rendering. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from radixcache.chat_template import (
     common_rendering,
 )
 
-# Contents with which a last message goes on; they differ in the first character.
+# Texts that are appended to a last message; they differ in the first character.
 _CONTINUATIONS = ("alpha", "Zulu")
-#: Between the texts of two messages, most tokens that end the first message and open the second one.
+#: Most tokens between the texts of two messages: the end of the first message and the opening of the second.
 HEADER_TOKENS = 24
-# Most white space in front of a text.
+# Most characters of white space before a text.
 _WHITE_CHARS = 8
-#: Most tokens in front of the first question that are no system prompt.
+#: Up to this many tokens before the first question are no system prompt.
 SHORT_TOKENS = 8
-#: Messages whose ends `RenderedChat.marks` has: so many of the last messages, and as many spread over all.
+#: `RenderedChat.marks` has the ends of this many last messages, and of as many messages spread over all.
 MARKED_MESSAGES = 16
 
 Span = tuple[int, int]
@@ -50,20 +50,20 @@ NOWHERE: Span = (0, 0)
 
 
 class TokenSpans:
-    """The tokens of a text, and where they stand in it. A break (`BREAK`) parts the text and has no token."""
+    """The tokens of a text, and where they stand in it. A break (`BREAK`) splits the text and gives no token."""
 
     def __init__(self, template: ChatTemplate, text: str) -> None:
         self._template, self._text = template, text
         self._encoding = template.encode([text])[0]
         self._ids: list[int] = self._encoding.ids
-        # Indices of the tokens that are left out.
+        # Indices of the breaks' tokens, which are left out.
         self._breaks = np.asarray([*self._break_indices()] if template.is_plain_text else [], dtype=np.int64)
         #: The text without breaks.
         self.plain_text = text.replace(BREAK, "") if self._breaks.size else text
         self.tokens = np.delete(np.asarray(self._ids, dtype=np.int32), self._breaks)
 
     def before(self, end: int) -> int:
-        """The number of tokens that end before the character at `end` of the plain text, or there."""
+        """How many tokens end at the offset `end` of the plain text, or before it."""
         index = self._token_at(end + bisect_left(self._break_starts, end))
         return index - int(np.searchsorted(self._breaks, index))
 
@@ -87,7 +87,7 @@ class TokenSpans:
             at = self._text.find(BREAK, at + 1)
 
     def _token_at(self, position: int) -> int:
-        """The index of the first token that reaches behind a position. Some tokens omit their spaces."""
+        """The index of the first token that ends after a position. The offsets of some tokens omit spaces."""
         for each in range(max(position, 0), len(self._text)):
             if (index := self._encoding.char_to_token(each)) is not None:
                 return int(index)
@@ -163,9 +163,9 @@ class RenderedChat:
     """A conversation as its template renders it: its tokens, and where its messages end."""
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message], ending: Ending) -> None:
-        """ValueError: the template refuses the messages, or leaves out the last one, which is to be continued.
+        """ValueError: the template refuses the messages, or leaves out the last message, which the reply continues.
 
-        Or a message has a control token's text, and the tokenizer cannot keep it text.
+        Also if a message contains a control token's text, and the tokenizer cannot keep it as text.
         """
         self._template, self._ending = template, ending
         self._messages = [dict(each) for each in messages]
@@ -198,7 +198,7 @@ class RenderedChat:
         return find_messages(self.spans.plain_text, self._messages, self._template.tools or ())
 
     def marks(self, texts: Iterable[tuple[int, int]] = ()) -> tuple[int, ...]:
-        """Offsets worth a checkpoint: the ends of some messages, and of texts as `end_inside` has them."""
+        """Offsets worth a checkpoint: ends of some messages, and of `texts`, which are arguments of `end_inside`."""
         count = len(self._messages)
         spread, last = range(1, count + 1, -(-count // MARKED_MESSAGES)), range(count - MARKED_MESSAGES, count)
         ends = {*self.head_ends, *map(self.end, {*spread, *(each + 1 for each in last if each >= 0)})}
@@ -213,12 +213,12 @@ class RenderedChat:
             return self.shared_with(self._messages[:count])
         start, end = self._between(count)
         text_end = self._text_end(start, end or len(self.tokens)) if start else 0
-        # Some templates open a reply in another way than they write it later.
+        # Some templates open the next reply in one way, and write a past reply in another way.
         least = 0 if count == len(self._messages) else start
         return text_end if text_end > least or not end else self._header_start(start, end)
 
     def end_inside(self, index: int, characters: int) -> int:
-        """The end of the first characters of a message's content in tokens; 0: not found."""
+        """The offset in tokens after the first `characters` of a message's content; 0: not found."""
         message = self._messages[index]
         content = message.get("content")
         if not isinstance(content, str):
@@ -231,7 +231,7 @@ class RenderedChat:
 
     @cached_property
     def head_ends(self) -> tuple[int, ...]:
-        """Ends in front of the first question: of the system prompt's text, of tools, of a default system prompt."""
+        """Ends before the first question: of the system prompt's text, of tools, of a default system prompt."""
         count = next((index for index, each in enumerate(self._messages) if not _is_system(each)), 0)
         if self.spans is None:
             ends = {self.shared_with([*self._messages[:count], {"role": "user", "content": "?"}])}
@@ -243,9 +243,9 @@ class RenderedChat:
         return tuple(sorted(each for each in ends if each > SHORT_TOKENS))
 
     def _between(self, count: int) -> Span:
-        """Where the tokens stand between the texts of `messages[count - 1]` and `messages[count]`; 0: not found.
+        """The range of tokens between the texts of `messages[count - 1]` and `messages[count]`; 0: not found.
 
-        White space in front of a text is left out: it may be one token with the first word.
+        White space before a text is left out: it may share a token with the first word.
         """
         assert self.spans is not None
         (places, _), text = self.places, self.spans.plain_text
@@ -255,21 +255,21 @@ class RenderedChat:
         return self.spans.before(start), self.spans.before(end - len(head) + len(head.rstrip()))
 
     def _text_end(self, start: int, end: int) -> int:
-        """Where a text is closed in the tokens behind it; `start`: no special token does it."""
+        """Where a message ends, in the tokens [start, end) after its text; `start`: no special token ends it."""
         return (self._borders(start, min(start + HEADER_TOKENS, end)) or [start])[0]
 
     def _header_start(self, start: int, end: int) -> int:
-        """Where a message starts in the tokens between two texts; `end`: its role is no special token."""
+        """Where a message starts, in the tokens [start, end) before its text; `end`: no special token opens it."""
         return (self._borders(max(start, end - HEADER_TOKENS), end) or [end])[-1]
 
     def _borders(self, start: int, end: int) -> list[int]:
-        """The places between two special tokens, with white space at most; there are none: in front of such a token."""
+        """Offsets of special tokens right after another one (white space may stand between); else of the last one."""
         special = self._template.learnt.special_ids
         found = [index for index, token in enumerate(self.tokens[start:end].tolist(), start) if token in special]
         return [right for left, right in pairwise(found) if right - left <= 2] or found[-1:]
 
     def shared_with(self, messages: Sequence[Message]) -> int:
-        """How many tokens other messages share with these, with no reply opened; 0: the template refuses them."""
+        """How many tokens the rendering of other messages, with no reply opened, shares with this; 0: it is refused."""
         try:
             shared = common_rendering(self.rendering, RenderedChat(self._template, messages, "message").rendering)
         except ValueError:
@@ -284,8 +284,8 @@ def find_messages(
 ) -> tuple[list[Span], Span]:
     """Where the texts of each message stand in a prompt, in order, and where the tools stand; NOWHERE: not found.
 
-    A template may leave out a text. Then a like one may stand behind the next text: reasoning, or a shorter text, that
-    is found behind the next text is not taken.
+    A template may leave out a text, and the same text may come later. So reasoning, or a text shorter than the next
+    one, counts as not found if it only stands after the next text.
     """
     texts = [(index, *each) for index, message in enumerate(messages) for each in _texts(message) if each[0]]
     heads = [each for index, each, _ in texts if index == 0 and _is_system(messages[0])]
@@ -319,7 +319,7 @@ def _texts(message: Message) -> Iterator[tuple[str, bool]]:
 
 
 def _find_tools(text: str, tools: Sequence[Mapping[str, Any]], behind: int) -> Span:
-    """Where tools stand: behind the system prompt or before it, mostly as JSON."""
+    """Where the tools stand: after the system prompt or before it, mostly as JSON."""
     shown = [json.dumps(tool, ensure_ascii=False, default=repr).replace(BREAK, "") for tool in tools]
     names = [f'"{tool_function(tool).get("name")}"' for tool in tools]
     for form, start in product((shown, names), (behind, 0)):
@@ -339,7 +339,7 @@ def tool_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_content(messages: Sequence[dict[str, Any]], content: str) -> list[dict[str, Any]]:
-    """The messages, the last of which has another content."""
+    """A copy of the messages, with `content` in the last one."""
     return [*messages[:-1], {**messages[-1], "content": content}]
 
 

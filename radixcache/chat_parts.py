@@ -1,16 +1,16 @@
-"""The parts of a chat prompt: name the part whose change keeps a prompt from the stored prefix of an earlier one.
+"""The parts of a chat prompt: name the changed part that keeps a prompt from matching an earlier prompt further.
 
-A Chat is what a chat template takes. All of it is parts, and each part has a name:
+A Chat is what a chat template takes. It consists of parts, and each part has a name:
 
     system message 0                       a message: its role and its index
     assistant message 4, its tool calls    a field of a message, unless the content differs too
     the list of tools                      which tools there are, and their order
     tool `search`, its description         a field of a tool
     template argument `enable_thinking`    documents, dates, switches: everything else that a template takes
-    the chat template                      it writes another text for the same chat, such as the date of a clock
+    the chat template                      it writes a different text for the same chat, such as today's date
 
-If two chats differ in several parts, each part is put into the earlier chat alone. The part that changes the earlier
-rendering first is the cause. So it does not matter where a template writes a part. Never imports MLX.
+If two chats differ in several parts, each of these parts is put alone into the earlier chat. The cause is the part that
+changes the earlier rendering first. So it does not matter where a template writes a part. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from radixcache.chat import RenderedChat, chat_tokens, tool_function
 from radixcache.chat_template import ChatTemplate, Message, Rendering, common_rendering, plain
 from radixcache.tokens import Keys, common_length
 
-KEPT_CHATS, KEPT_KEYS = 16, 1 << 25  # most recent chats with which a chat is compared, and most keys of all of these
-TRIED_CHANGES, TRIED_MESSAGES = 32, 8  # most differing parts that are tried one by one, and most messages of these
-SHOWN_NAMES, NAME_CHARS = 4, 64  # names of tools in a sentence, and characters of a name
+KEPT_CHATS, KEPT_KEYS = 16, 1 << 25  # how many recent chats are kept, and the most keys of these together
+TRIED_CHANGES, TRIED_MESSAGES = 32, 8  # most changed parts that are tried one by one, and most messages among them
+SHOWN_NAMES, NAME_CHARS = 4, 64  # most names of tools in a sentence, and most characters of a name
 
 Tool = Mapping[str, Any]
 
@@ -61,7 +61,7 @@ class Change:
         detail: how it differs.
         hint: what to do about it.
         message: index of the message; None: the part is no message.
-        keeps_rest: the parts behind it are those of the earlier chat, so their tokens were evaluated before.
+        keeps_rest: whether the parts after it equal those of the earlier chat, so their tokens were evaluated before.
     """
 
     part: str
@@ -109,7 +109,7 @@ def message_name(message: Message, index: int) -> str:
 
 
 def first_change(tokenizer: Any, stored: Chat, asked: Chat) -> Change | None:
-    """The part of `asked` that parts it from the rendering of `stored`; None: none does, or later messages do."""
+    """The part of `asked` that makes its rendering leave that of `stored`; None: no part, or only later messages."""
     before, now = stored.rendering(tokenizer), asked.rendering(tokenizer)
     if before is None or now is None:
         return None
@@ -119,27 +119,27 @@ def first_change(tokenizer: Any, stored: Chat, asked: Chat) -> Change | None:
     for change, chat in islice(_changes(stored, asked), TRIED_CHANGES):
         rendering = chat.rendering(tokenizer)
         if rendering != before:
-            # A template may refuse a mixed chat, which then says nothing about the place.
+            # A template may refuse the mixed chat; then assume that the part is at the fork.
             at = fork if rendering is None else common_rendering(before, rendering)
             places.append((at, rendering is None, change))
     at, _, first = min(places, key=lambda each: each[:2], default=(fork, False, None))
     if (places and at <= fork) or len(asked.messages) <= len(stored.messages):
         return first
-    # Later messages can make a template write earlier ones, or the tools, in another place.
+    # Because of later messages, a template may write earlier messages or the tools elsewhere.
     old, new = (chat._replace(tools=None).rendering(tokenizer) for chat in (stored, asked))
     is_moved = stored.tools and old is not None and new is not None and common_rendering(old, new) > fork
     return _MOVED_TOOLS if is_moved else None
 
 
 class ChatLog:
-    """The last `most` chats and their keys, `KEPT_KEYS` at most. Each method may be called by any thread."""
+    """The last `most` chats and their keys, at most `KEPT_KEYS` keys. Thread-safe."""
 
     def __init__(self, most: int = KEPT_CHATS) -> None:
         self._kept: deque[tuple[str, Keys, Chat]] = deque(maxlen=most)
         self._lock = Lock()
 
     def add(self, keys: Keys, chat: Chat, namespace: str = "") -> None:
-        """Keep a chat, which must not be changed afterwards, and its keys, unless these alone are too many."""
+        """Keep a chat and its keys, unless the keys alone are too many. The chat must not change afterwards."""
         if len(keys) > KEPT_KEYS:
             return
         with self._lock:
@@ -169,11 +169,11 @@ class ChatLog:
     ) -> tuple[Change, Keys, Chat] | None:
         """The first change from the nearest earlier chat, the keys of that chat, and the chat itself.
 
-        None: no kept chat parts from these keys at `start`, or no part of the nearest one differs.
+        None: no kept chat has exactly `start` keys in common with these, or no part of the nearest chat differs.
         """
         kept = [(each, other) for each, other in self._of(namespace) if other is not chat]
-        # Of those that are equally near, the one with the fewest differences; the newest of these. State of a chat with
-        # more in common is gone, and not remembered.
+        # Of the chats with exactly `start` common keys, take the one with the fewest differences, then the newest. Skip
+        # chats with more common keys: their state is gone, and History has forgotten it.
         near = [(other, each) for each, other in reversed(kept) if _part_at(start, keys, each)]
         if not near:
             return None
@@ -186,13 +186,13 @@ class ChatLog:
         return None if change is None else (change, stored_keys, stored)
 
     def reply_change(self, keys: Keys, chat: Chat, start: int, namespace: str = "") -> Change | None:
-        """The reply to an earlier chat, if these keys go on from that chat and part from the reply at `start`."""
+        """The change of an earlier chat's reply, if these keys continue that chat but differ from `start` on."""
         before = [
             len(each.messages)
             for name, other, each in list(self._kept)
             if name == namespace and len(each.messages) < len(chat.messages)
             if [*each.messages] == [*chat.messages[: len(each.messages)]]
-            # The prompt ends with the opening of the reply, which the reply itself may not have.
+            # A prompt ends with the opening of a reply, which the rendered reply may lack.
             if common_length(other, keys) >= min(start, len(other))
         ]
         index = max(before, default=0)
@@ -209,7 +209,7 @@ def _part_at(start: int, left: Keys, right: Keys) -> bool:
 
 
 def _is_rewritten(tokenizer: Any, stored: Chat, keys: Keys, fork: int) -> bool:
-    """Whether the template now writes a stored chat as `keys` go on behind the fork: it read a clock."""
+    """Whether the template, which may read a clock, now writes a stored chat as `keys` continue after the fork."""
     try:
         tokens = chat_tokens(tokenizer, stored.messages, stored.tools, **stored.arguments)
     except Exception:  # Templates and tokenizers are foreign code.
@@ -245,7 +245,7 @@ def _tool_changes(stored: Chat, asked: Chat) -> Iterator[tuple[Change, Chat]]:
 
 
 def _by_name(tools: Sequence[Tool]) -> dict[tuple[str, int], Tool]:
-    """Tools by their name and how many tools before them have the same name."""
+    """Tools by name, and by how many tools before them have the same name."""
     by_name: dict[tuple[str, int], Tool] = {}
     counts = Counter[str]()
     for tool in tools:
@@ -327,6 +327,6 @@ def _json(value: Any) -> str:
 
 
 def _quoted(name: str) -> str:
-    """A client's name in a line of text."""
+    """A name that a client gave, shortened and printable."""
     shown = name if len(name) <= NAME_CHARS else f"{name[: NAME_CHARS - 3]}..."
     return "`" + "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown) + "`"

@@ -1,7 +1,7 @@
 """ChatTemplate: a tokenizer's chat template, called with messages in the form that it accepts. Never imports MLX.
 
-Templates want messages in different forms; `choose_form` finds the first form that a template accepts. Some read a
-control token's text in a message as the token; a break (`BREAK`) behind its first character keeps it text.
+Templates want messages in different forms; `choose_form` finds the first form that a template accepts. In some, the
+text of a control token in a message becomes the token; a break (`BREAK`) after its first character keeps it text.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ _RESERVED_ARGUMENTS = (
     *("return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
 )
 _REASONING_ARGUMENTS = ("reasoning_effort", "thinking")
-# Types of parts whose strings are no text.
+# Types of message parts whose strings are no text.
 _IMAGES = ("image", "image_url", "input_image")
 
 
-#: How a rendering ends: with the opening of the next reply, behind the last message, or inside the last message.
+#: How a rendering ends: with the opening of the next reply, after the last message, or inside the last message.
 Ending = Literal["reply", "message", "continue"]
 
-# Stands behind the first character of a control token's text, so that it stays text. It is no character of any text.
+# Stands after the first character of a control token's text, so that this stays text. A noncharacter: in no real text.
 BREAK = "\ufdd0"
 
 
 class _Learnt:
-    """What is learnt of a tokenizer once: its control tokens, and what its chat templates do."""
+    """Facts that are found once for a tokenizer: its control tokens, and what its chat templates do."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         texts = [(token_id, token.content) for token_id, token in added.items()]
-        if not texts:  # another maker's
+        if not texts:  # not a tokenizer of transformers
             names = ("all_special_ids", "all_special_tokens")
             texts = [*zip(*(getattr(tokenizer, name, ()) for name in names), strict=True)]
-        #: Ids and texts of the tokens that never merge with text beside them; white space does not count.
+        #: Ids and texts of the tokens that never merge with adjacent text, except those of white space.
         self.control = {int(token_id): text for token_id, text in texts if text.strip()}
         self.special_ids = {each for each in self.control if each not in added or added[each].special}
         self.special = {self.control[each] for each in self.special_ids}
         self.patterns: dict[tuple[str, bool], re.Pattern[str]] = {}
-        #: For each template; see `Turns`.
+        #: What `Turns` found, by template.
         self.turns: dict[str, dict[str, bool]] = {}
 
     def starts(self, template: str, *, special_only: bool) -> re.Pattern[str]:
-        """A pattern of the first characters of control tokens' texts: all that the template can write."""
+        """A pattern that finds the first character of each control token's text that the template can write."""
         if (known := self.patterns.get((template, special_only))) is not None:
             return known
         texts = [each for each in self.control.values() if each in self.special or (each in template)]
         rests: dict[str, set[str]] = {}
         for text in texts:
             if len(text) > 1 and (text in self.special or not special_only):
-                # Some tokenizers number thousands of tokens. A number that is no token's does no harm.
+                # Some tokenizers have thousands of numbered tokens. A match of a number without a token is harmless.
                 rests.setdefault(text[0], set()).add(re.sub(r"\d+", r"\\d+", re.escape(text[1:])))
         parts = [f"{re.escape(first)}(?={'|'.join(sorted(each))})" for first, each in sorted(rests.items())]
         return self.patterns.setdefault((template, special_only), re.compile("|".join(parts) or "(?!)"))
@@ -72,11 +72,11 @@ _LEARNT: WeakKeyDictionary[Any, _Learnt] = WeakKeyDictionary()
 class ChatTemplate:
     """A tokenizer's chat template with the arguments of one call.
 
-    `is_plain_text`: a control token's text that a message or a tool contains stays text. In messages of the assistant,
-    this holds for special tokens only: templates find reasoning and tool calls by the texts of others.
+    `is_plain_text`: if a message or a tool contains a control token's text, this stays text. In messages of the
+    assistant, this holds only for special tokens: templates find reasoning and calls by the other control tokens.
 
-    A break keeps it text. A rendering in text is tokenized with its breaks, if the tokenizer has offsets, else between
-    them. A tokenizer that renders tokens itself gets no breaks; `require_plain_text` looks at what it makes.
+    Breaks keep such texts as text. A tokenizer with offsets tokenizes the rendered text with its breaks, others the
+    pieces between them. A tokenizer that renders tokens itself gets no breaks; `require_plain_text` checks its tokens.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class ChatTemplate:
             )
         _require_template(tokenizer, template_kwargs)
         self._tokenizer = tokenizer
-        # mlx-lm's wrapper forwards attributes, but a call needs the tokenizer inside.
+        # mlx-lm's wrapper forwards attributes, but only the tokenizer inside can be called.
         self._inner = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", tokenizer)
         # mlx-lm may replace the tokenizer's Jinja template with a function.
         is_python = self._inner is not tokenizer and getattr(tokenizer, "_chat_template", None) is not None
-        if is_python:  # and refuses arguments that it does not know, which requests may have for other templates
+        if is_python:  # the function refuses unknown arguments, but requests may have some for other templates
             template_kwargs = {key: template_kwargs[key] for key in template_kwargs if key not in _REASONING_ARGUMENTS}
         is_fast = getattr(self._inner, "is_fast", False) and not template_kwargs.get("sanitize_control_tokens")
         is_own = not is_python and not _has_stock_renderer(self._inner)
@@ -121,7 +121,7 @@ class ChatTemplate:
             if (learnt := _LEARNT.get(self._inner)) is None:
                 learnt = _LEARNT[self._inner] = _Learnt(self._inner)
             return learnt
-        except TypeError:  # another maker's tokenizer, which no weak reference can name
+        except TypeError:  # a tokenizer without support for weak references
             return _Learnt(self._inner)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool, **arguments: Any) -> Rendering:
@@ -155,7 +155,7 @@ class ChatTemplate:
             return rendering
         try:
             return str(self._tokenizer.decode(rendering))
-        except Exception:  # another maker's tokenizer
+        except Exception:  # an unknown tokenizer may raise anything
             return None
 
     def in_plain_text(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -166,9 +166,9 @@ class ChatTemplate:
         return plain
 
     def require_plain_text(self, messages: Sequence[Message], rendering: Rendering, generation_prompt: bool) -> None:
-        """Raise ValueError if a control token of a tokenizer's own rendering is the text of a message or a tool.
+        """Raise ValueError if the tokenizer's own rendering makes a control token of the text of a message or a tool.
 
-        With breaks in these texts, they are no such tokens. Then the rendering must have as many of them as without.
+        With breaks in these texts, none becomes a control token. So both renderings must have equally many of these.
         """
         if not self.is_plain_text or self._has_breaks or isinstance(rendering, str):
             return
@@ -189,7 +189,7 @@ class ChatTemplate:
         return sum(token in self.learnt.control for token in rendering)
 
     def _plain_text(self, value: Any, *, special_only: bool) -> Any:
-        """A JSON value with breaks; the value itself where it needs none, so that long ones are not copied."""
+        """A JSON value with breaks; the same object if it needs none, so that long values are not copied."""
         if isinstance(value, str):
             return self.learnt.starts(self._source, special_only=special_only).sub(rf"\g<0>{BREAK}", value)
         changed: Any
@@ -207,7 +207,7 @@ class ChatTemplate:
         return value
 
     def encode(self, texts: Sequence[str]) -> list[Any]:
-        """Encodings of the library tokenizers: they hold ids and offsets, and give them one by one."""
+        """`Encoding` objects of the library `tokenizers`: they hold ids and offsets, and give them one by one."""
         encoded = self._inner(
             list(texts),
             add_special_tokens=False,
@@ -249,7 +249,7 @@ def choose_form(
 
     Most templates want the arguments of a tool call as an object and quote text twice; a few need text. Most accept a
     message without content if it calls tools; a few need a string. Arguments that are no JSON stay text; a template
-    that lists the arguments one by one gets them as one argument. Arguments that are null or "" are none.
+    that lists the arguments one by one gets this text as one argument. Arguments null and "" count as no arguments.
     """
     accepted: list[tuple[list[dict[str, Any]], Rendering]] = []
     refusals: list[Exception] = []

@@ -1,31 +1,31 @@
 """Ledger: the bytes that caches hold, by purpose. Only this file changes a total. Never imports MLX.
 
-Each PrefixCache has an Account. Accounts on one Ledger share a budget and a lock: a byte freed for one cache may come
-out of another. An account splits its bytes by purpose:
+Each PrefixCache has an Account. Accounts on one Ledger share a budget and a lock: bytes for one cache may be
+freed in another. An account splits its bytes by purpose:
 
     live         buffers of the live caches and of groups' rows, spare capacity included
     spans        snapshot arrays of span layers (paged)
     checkpoints  snapshot arrays of point layers (paged)
-    second       the state of a cold run that verifies a request, while it lasts
+    second       the state of a cold run that verifies a request, while the cold run lasts
 
 Invariants, asserted by `check`:
 
   L1  No amount is negative.
   L2  An account's total_bytes is its live + spans + checkpoints + second; the ledger's is the sum over the accounts.
 
-Lock: one thread at a time works on a cache, reentrantly, and Ctrl-C does not interrupt it halfway.
+Lock: a reentrant lock. One thread at a time works on a cache, and Ctrl-C does not interrupt it halfway.
 
-A finalizer may run in the middle of an operation of the thread that has the lock, and the reentrant lock would let it
-in: `when_free` defers it. A user's callback may wait for another thread, so it runs in `afterwards`, without the lock.
-Every decode step has `uninterrupted` blocks. They use `_signal`: `signal` makes enumerations, which takes several times
-as long as the rest.
+A finalizer may run in the middle of an operation, in the thread that has the lock. The reentrant lock would let it in,
+so `when_free` defers it. A user's callback may wait for another thread, so it runs in `afterwards`, without the lock.
+Every decode step has `uninterrupted` blocks, so these must be fast. They use `_signal`, because `signal` converts its
+results to enumerations, which takes several times as long as the rest.
 
 Invariants:
 
-  U1  Deferred work runs under the lock, and never while an operation that was begun before it is under way.
+  U1  Deferred work runs under the lock, after every operation that began before it.
   U2  Work in `afterwards` runs in the thread that had the lock, once that thread has released it.
-  U3  A signal that comes while the main thread waits for the lock or has it is delivered after all of that.
-  U4  A lock that was used is not entered in a forked process: RuntimeError, as it may be held for ever there.
+  U3  A signal that comes while the main thread waits for the lock or has it is delivered after the work of U2.
+  U4  Entering a lock that was used before a fork raises RuntimeError in the child: the lock may be held forever there.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from radixcache.settings import require_count
 #: Signals that ask a process to stop, as far as the system has them.
 STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
-#: Whether the main thread is inside of such a block.
+#: Whether the main thread is inside an `uninterrupted` block.
 _is_inside = False
-#: How often the process was forked on the way to this one.
+#: How many forks lie between the process that imported this module and this process.
 _forks = 0
 FORKED = (
     "this process was forked after the cache was used, and neither MLX nor threads survive a fork. Make a PrefixCache "
@@ -75,14 +75,14 @@ class uninterrupted:  # noqa: N801  used like a function
     def __enter__(self) -> None:
         global _is_inside
         if _is_inside or threading.current_thread() is not threading.main_thread():
-            return  # A block around this one holds them back already, or they cannot come.
+            return  # An outer block holds signals back already, or this thread gets none.
         try:
             for number in STOPS:
                 previous = _signal.getsignal(number)
                 if callable(previous):  # Else no Python handler is installed.
                     self._previous[number], _is_inside = previous, True
                     _signal.signal(number, lambda *caught: self._caught.append(caught))
-        except BaseException:  # A signal that is not held back yet.
+        except BaseException:  # A signal came that was not held back yet.
             self.__exit__()
             raise
 
@@ -101,7 +101,7 @@ class uninterrupted:  # noqa: N801  used like a function
             while self._previous:
                 _signal.signal(*self._previous.popitem())
         finally:
-            if self._previous:  # A signal came whose handler is installed again.
+            if self._previous:  # A signal came, and its own handler was installed again.
                 self._restore()
 
 
@@ -122,7 +122,7 @@ class Lock:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it was used before this process was forked off."""
+        """Whether the lock was used before this process was forked."""
         return self._forks is not None and self._forks != _forks
 
     def __enter__(self) -> Lock:
@@ -163,10 +163,10 @@ class Lock:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Give the lock up in this block, for work that takes long, unless an operation around this one needs it too.
+        """Release the lock inside this block, for long work, unless an outer operation of this thread needs it.
 
-        Other threads change what the lock guards meanwhile. Signals, deferred work and `afterwards` wait as if the lock
-        were held.
+        Meanwhile other threads may change what the lock guards. Signals, deferred work and `afterwards` wait as if the
+        lock were held.
         """
         assert self._owner == threading.get_ident(), "only the thread that has the lock can give it up"
         if self._depth > 1:
@@ -184,7 +184,7 @@ class Lock:
             self._waiting, self.afterwards = waiting, after
 
     def when_free(self, action: Callable[[], object]) -> None:
-        """Do this now, or if this thread has the lock, when it releases it."""
+        """Call `action` now or, if this thread has the lock, when the lock is released."""
         if self._owner == threading.get_ident():
             self._waiting.append(action)
         else:
@@ -192,7 +192,7 @@ class Lock:
 
 
 def _run_all(actions: list[Callable[[], object]]) -> None:
-    """Run each of these, also after one that fails, but not after an interrupt; raises the first error."""
+    """Run all actions, even after one raises an Exception, and then raise. An interrupt stops at once."""
     for number, action in enumerate(actions, start=1):
         try:
             action()
@@ -206,7 +206,7 @@ Reclaim = Callable[[int], int]
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """The bytes of one PrefixCache; `reclaim(nbytes)` asks its owner to free so many and returns how many it freed."""
+    """The bytes of one PrefixCache; `reclaim(nbytes)` asks its owner to free bytes and returns how many it freed."""
 
     ledger: Ledger = field(repr=False)
     reclaim: Reclaim = field(repr=False)
@@ -215,7 +215,7 @@ class Account:
     checkpoint_bytes: int = 0
     #: Checkpoints that requests have taken and the tree does not have yet; part of `checkpoint_bytes`.
     booked_checkpoint_bytes: int = field(default=0, repr=False)
-    #: What the owner's pins held when they last changed; part of the above.
+    #: What the owner's pins held when the pins last changed; part of the amounts above.
     pinned_bytes: int = field(default=0, repr=False)
     second_bytes: int = 0
     #: live + spans + checkpoints + second.
@@ -254,7 +254,7 @@ class Ledger:
         return account
 
     def close_account(self, account: Account) -> None:
-        """Remove an account that holds nothing. What a call that was under way still books counts nowhere."""
+        """Remove an account that holds nothing. Bytes that a running call still books there count nowhere."""
         assert account.total_bytes == 0, account
         self._accounts.remove(account)
         account.ledger = Ledger(self.budget_bytes)
@@ -266,14 +266,14 @@ class Ledger:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that eviction cannot free, or a little more: idle live buffers, which it can, are among them."""
+        """Bytes that eviction cannot free. Idle live buffers count too, though eviction can free these."""
         nbytes = 0
         for each in self._accounts:
             nbytes += each.live_bytes + each.second_bytes + each.booked_checkpoint_bytes + each.pinned_bytes
         return nbytes
 
     def over_bytes(self, need_bytes: int = 0) -> int:
-        """Bytes that must go before `need_bytes` more fit the budget; 0 when they fit."""
+        """Bytes to free before `need_bytes` more fit the budget; 0 if they fit."""
         return max(0, self.total_bytes + need_bytes - self.budget_bytes)
 
     def reclaim_elsewhere(self, account: Account, amount_bytes: int) -> None:
@@ -297,7 +297,7 @@ class Ledger:
 
 
 class Booking:
-    """The bytes that one live path or one group has on an account beside the tree, by purpose."""
+    """The bytes outside the tree that one live path or one group has on an account, by purpose."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -326,13 +326,13 @@ class Booking:
             self.second_bytes = nbytes
 
     def end_request(self) -> None:
-        """Give back everything but the buffers."""
+        """Give back everything except the live buffers."""
         if self.checkpoint_bytes or self.second_bytes:
             self.book_checkpoint(-self.checkpoint_bytes)
             self.book_second(0)
 
     def end(self) -> None:
-        """Give back everything; later bookings count nothing."""
+        """Give back everything; later bookings of live buffers and checkpoints count nothing."""
         self.book_live(0)
         self.end_request()
         self._is_over = True

@@ -1,4 +1,4 @@
-"""Token ids and the keys that the tree goes by: checks of arguments, a request's known tokens, and the quarantine.
+"""Token ids, and the keys that the tree stores for them: argument checks, known tokens of a request, quarantine.
 
 There is one int64 key for each int32 token id; the two are equal unless the caller gave keys. Never imports MLX. Not
 thread-safe: callers hold the cache's lock.
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 TokenIds = NDArray[np.int32]
 Keys = NDArray[np.int64]
 
-#: Larger keys are digests of something else than text.
+#: A larger key is no token id but a digest, such as that of an image.
 LARGEST_ID = (1 << 31) - 1
-#: Quarantined prefixes of a cache, over all namespaces: about 300 bytes each.
+#: Most quarantined prefixes of a cache, over all namespaces: about 300 bytes each.
 CAPACITY = 4096
 
 
@@ -31,8 +31,8 @@ def checked_prompt(
     """Return the ids and keys of a prompt; without keys the ids are the keys.
 
     Raises:
-        ValueError: `tokens` as in `token_ids`; keys are not one 64-bit integer for each token, in one dimension; a mark
-            is not an offset in the prompt.
+        ValueError: as in `token_ids`; or keys are not one 64-bit integer for each token, in one dimension; or a mark is
+            not an offset in the prompt.
     """
     ids = token_ids(tokens, vocab_size)
     own_keys = ids.astype(np.int64) if keys is None else _integers(keys, "keys").astype(np.int64)
@@ -56,7 +56,7 @@ def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") 
     """
     array = _integers(tokens, name)
     ceiling = min(vocab_size or 1 << 31, 1 << 31)
-    # A negative id is a large one without its sign; find() is several times faster than any() on a short array.
+    # As uint64, a negative id is a large one. find() is several times faster than any() on a short array.
     index = (array.astype(np.int64).view(np.uint64) >= ceiling).tobytes().find(1)
     if index >= 0:
         raise ValueError(f"{name}[{index}] is {int(array[index])}; wanted a token id in [0, {ceiling}).")
@@ -64,7 +64,7 @@ def token_ids(tokens: Any, vocab_size: int | None = None, name: str = "tokens") 
 
 
 def require_namespace(namespace: Any) -> None:
-    """Raise ValueError unless this is a str without surrogates: digests and files are made of its UTF-8."""
+    """Raise ValueError unless this is a str without surrogates: digests and files contain its UTF-8."""
     if not isinstance(namespace, str):
         raise ValueError(f"namespace is a {type(namespace).__name__}; wanted a str.")
     try:
@@ -117,7 +117,7 @@ def _is_int64(value: Any) -> bool:
 def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
     """Length of the common prefix of two arrays of keys, or of token ids."""
     length = len(left)
-    if length != len(right):  # A slice takes as long as the rest, of a short edge.
+    if length != len(right):  # For a short edge, a slice takes as long as the rest.
         length = min(length, len(right))
         left, right = left[:length], right[:length]
     first = (left != right).tobytes().find(1)
@@ -125,7 +125,7 @@ def common_length(left: NDArray[np.integer], right: NDArray[np.integer]) -> int:
 
 
 def token_text(keys: Iterable[int], tokenizer: Any) -> str:
-    """The text of a run of keys; keys that are no token ids, and ids unknown to the tokenizer, are numbers."""
+    """The text of a run of keys; keys that are no token ids, and ids unknown to the tokenizer, appear as numbers."""
     parts: list[str] = []
     for is_id, group in groupby(map(int, keys), lambda key: 0 <= key <= LARGEST_ID):
         run = list(group)
@@ -142,13 +142,13 @@ def token_text(keys: Iterable[int], tokenizer: Any) -> str:
 class KnownTokens:
     """The prompt of a request, and the tokens reported since, evaluated or not. Ids are below `vocab_size` or 2^31.
 
-    Pending tokens are read on demand, in order, up to the first that is not a token id. Tokens behind that one are
-    counted but never known.
+    Pending tokens are read on demand, in order, up to the first that is not a token id. Tokens after the first such
+    token are counted but never known.
 
     Attributes:
-        count: tokens of the prompt and all reported ones, less those removed.
-        read_ids, read_keys: of the prompt, and of reported tokens that were read already.
-        indexed_tokens: how many of them the suffix index was given.
+        count: tokens of the prompt and all reported tokens, without removed tokens.
+        read_ids, read_keys: ids and keys of the prompt, and of the reported tokens that were read already.
+        indexed_tokens: how many of the known tokens the suffix index has.
     """
 
     def __init__(self, ids: TokenIds, keys: Keys, vocab_size: int | None) -> None:
@@ -165,7 +165,7 @@ class KnownTokens:
         self.count += end - start
 
     def ids(self) -> TokenIds:
-        """Ids of all known tokens. Waits for pending ones."""
+        """Ids of all known tokens. Waits for pending tokens."""
         if not self._pending:
             return self.read_ids
         found: list[TokenIds] = []
@@ -188,19 +188,19 @@ class KnownTokens:
         return self.read_ids
 
     def keys(self) -> Keys:
-        """Keys of all known tokens; a reported token's key is its id. Waits for pending ones."""
+        """Keys of all known tokens; a reported token's key is its id. Waits for pending tokens."""
         self.ids()
         return self.read_keys
 
     def common(self, keys: Keys, limit: int) -> int:
-        """How many of the first `limit` known keys these begin with; waits only if all that was read agrees."""
+        """How many of the first `limit` known keys `keys` begins with. Waits only if all keys read so far agree."""
         length = common_length(self.read_keys[:limit], keys)
         if length == len(self.read_keys) < min(limit, len(keys)):
             return common_length(self.keys()[:limit], keys)
         return length
 
     def remove(self, start: int, end: int) -> None:
-        """Remove the tokens [start, end); those behind move up. Waits for pending ones."""
+        """Remove the tokens [start, end); later tokens move up. Waits for pending tokens."""
         length = len(self.ids())
         self.read_ids = np.delete(self.read_ids, np.s_[start:end])
         self.read_keys = np.delete(self.read_keys, np.s_[start:end])
@@ -208,7 +208,7 @@ class KnownTokens:
         self.indexed_tokens = min(self.indexed_tokens, start)
 
     def cut(self, length: int) -> None:
-        """Forget the tokens from `length` on; waits for none."""
+        """Forget the tokens from `length` on. Does not wait for pending tokens."""
         left = length - len(self.read_ids)
         if left <= 0:
             self.read_ids, self.read_keys = self.read_ids[:length], self.read_keys[:length]
@@ -228,11 +228,11 @@ class KnownTokens:
 
 
 class Quarantine:
-    """Prefixes of one cache whose stored state was found wrong, and the offset from which on it is not used.
+    """Prefixes of one cache whose stored state was found wrong, each with the offset from which on it is not used.
 
-    An entry stands for all sequences that begin with its keys; it holds only their digest. Asserted by `check`:
+    An entry applies to all sequences that begin with its keys. It holds only a digest of the keys. Asserted by `check`:
 
-      Q1  At most `capacity` entries; the one added longest ago goes first.
+      Q1  At most `capacity` entries; the oldest entry is removed first.
       Q2  0 <= start < length of an entry's keys.
     """
 
@@ -246,7 +246,7 @@ class Quarantine:
         return len(self._entries)
 
     def add(self, keys: Keys, start: int, namespace: str) -> None:
-        """Quarantine what begins with `keys` (at least one), from offset `start` < len(keys) on."""
+        """Quarantine all sequences that begin with `keys`, from offset `start` < len(keys) on."""
         assert 0 <= start < len(keys), (start, len(keys))
         name = (namespace, len(keys), hashlib.blake2b(keys.tobytes(), digest_size=16).digest())
         if name in self._entries:
@@ -285,7 +285,7 @@ class Quarantine:
             self._remove(name)
 
     def check(self) -> None:
-        """Assert Q1 and Q2, and that the lengths are those of the entries."""
+        """Assert Q1 and Q2, and that `_lengths` counts the entries by length."""
         assert len(self._entries) <= self._capacity, (len(self._entries), self._capacity)
         counts: dict[str, Counter[int]] = {}
         for (namespace, length, _), start in self._entries.items():
@@ -296,6 +296,6 @@ class Quarantine:
     def _remove(self, name: tuple[str, int, bytes]) -> None:
         del self._entries[name]
         namespace, length, _ = name
-        self._lengths[namespace] -= Counter([length])  # Removes a count of 0.
+        self._lengths[namespace] -= Counter([length])  # Also removes a count of 0.
         if not self._lengths[namespace]:
             del self._lengths[namespace]

@@ -5,7 +5,7 @@ reassign arrays between forward passes. There are three kinds:
 
     span    the state can be cut at any token; a snapshot covers [start, end)
     point   the state is valid at one offset; a snapshot is the whole state there
-    window  point state that is stored token by token: snapshots are of spans, taken while the live state has them, and
+    window  point state that is stored token by token. A snapshot covers tokens that the live state has at that time;
             the state at an offset is made of the tokens that `Window.needs` names
 
 A snapshot has `start` (0 for a point), `end`, `nbytes` and `arrays()`. Spans and Checkpoint hold the snapshots of all
@@ -15,14 +15,14 @@ Rules for every adapter; `tests/adapters/` runs one suite over all of them:
 
   A1  A snapshot owns its arrays: compact, never a view of a live buffer. It is not evaluated yet.
   A2  restore(cache, None, target) rewinds the live state to `target`, or returns False and changes nothing.
-  A3  restore(cache, snapshot, target) makes the live state stand at `target`; of a window it takes snapshots in order.
-      It returns False and changes nothing for a target beyond the snapshot, a live offset before the snapshot's start,
-      and a window that would be incomplete. The snapshot stays as it is and shares nothing with the live state.
-  A4  split(snapshot, at) consumes it and returns (upper, lower). At or outside the edge one side is None and the other
-      the whole. A point snapshot splits into (None, whole).
-  A5  merge(upper, lower) consumes both. With one side None the result is None for spans, and the lower for points.
+  A3  restore(cache, snapshot, target) moves the live state to `target`. A window takes several snapshots, in order.
+      It returns False and changes nothing if the target is beyond the snapshot, the live offset before its start, or
+      the window would be incomplete. The snapshot does not change and shares nothing with the live state.
+  A4  split(snapshot, at) consumes the snapshot and returns (upper, lower). At or beyond its start or end, one side is
+      None and the other is the whole snapshot. A point snapshot splits into (None, whole).
+  A5  merge(upper, lower) consumes both. With one side None, the result is None for spans, and `lower` for points.
       Split then merge is the identity.
-  A6  After free(cache) the object holds no array and stands at 0.
+  A6  After free(cache), the cache holds no array and is at offset 0.
 
 Threading: as MLX; the arrays belong to the calling thread until they are evaluated.
 """
@@ -49,19 +49,19 @@ class Adapter(Protocol):
     is_point: bool  # point state or a window; False: span state
     is_window: bool  # a window, whose adapter is a `WindowAdapter`
 
-    # Whether it was never written.
+    # Whether the cache was never written.
     def is_empty(self, cache: Any) -> bool: ...
-    # Tokens that the state stands for; None: the class does not know.
+    # How many tokens the state covers; None: the class does not know.
     def offset(self, cache: Any) -> int | None: ...
     # The live arrays, until the next forward pass.
     def buffers(self, cache: Any) -> list[mx.array]: ...
     # Bytes of the buffers that the state does not need.
     def spare_nbytes(self, cache: Any) -> int: ...
-    # Of each buffer its shape without the time axis, and its dtype; equal for caches of one layer.
+    # For each buffer, the shape without the time axis, and the dtype; equal for all caches of one layer.
     def shapes(self, cache: Any) -> tuple[tuple[Any, ...], ...]: ...
-    # Copy the state of [start, end) (span, window) or the whole state, which stands at `end` (point).
+    # Copy the state of [start, end) (span, window), or the whole state, which is at `end` (point).
     def snapshot(self, cache: Any, start: int, end: int) -> Any: ...
-    # Make the live state stand at `target`, from the snapshot or, with None, by rewinding.
+    # Move the live state to `target`, with the snapshot or, if it is None, by rewinding.
     def restore(self, cache: Any, snapshot: Any, target: int) -> bool: ...
     # Whether restore(cache, None, target) would succeed.
     def can_rewind(self, cache: Any, target: int) -> bool: ...
@@ -71,7 +71,7 @@ class Adapter(Protocol):
     def merge(self, upper: Any, lower: Any) -> Any: ...
     # Drop all arrays and return to offset 0.
     def free(self, cache: Any) -> None: ...
-    # Grow or shrink to `capacity_tokens` in all; no effect on classes without spare room. An empty cache takes its
+    # Grow or shrink to `capacity_tokens` in all; no effect on classes without spare room. An empty cache gets its
     # shapes from the snapshot `like`. With `wait`, the new buffers are evaluated before they replace the old ones, so a
     # failed allocation changes nothing.
     def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None: ...
@@ -96,13 +96,13 @@ class Spans:
 
     @property
     def pieces(self) -> int:
-        """Segments that are read in place, of each leaf that has any."""
+        """How many segments of a leaf rows read in place, the same for each leaf with state; 0 if none has."""
         return next((len(leaf.readable) for leaf in self.leaves if leaf is not None), 0)
 
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """An offset to resume at, with snapshots there of all point layers that are no windows."""
+    """An offset to resume at, with the snapshots at this offset of all point layers except windows."""
 
     offset: int
     leaves: list[Any]
@@ -111,13 +111,13 @@ class Checkpoint:
 
 
 class Window(NamedTuple):
-    """The tokens that a layer with a sliding window reads: the last `size`. The first `keep` of all are never lost."""
+    """The `size` tokens that a sliding layer reads: the first `keep` of the sequence, and the last `size - keep`."""
 
     size: int
     keep: int = 0
 
     def needs(self, offset: int) -> list[Range]:
-        """The tokens that make the state at an offset complete, in order."""
+        """The tokens that the state at an offset consists of, in order."""
         if offset <= self.size:
             return [(0, offset)] if offset else []
         first = offset - self.size + self.keep
@@ -130,7 +130,7 @@ class Window(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WindowSnapshot:
-    """Some of the tokens [start, end) of one layer with a window, with gaps between them."""
+    """Some of the tokens [start, end) of one sliding layer; there may be gaps between them."""
 
     start: int
     end: int
@@ -146,13 +146,13 @@ class WindowSnapshot:
 
     @property
     def ranges(self) -> list[Range]:
-        """The tokens that are there, in order."""
+        """The tokens that the pieces hold, in order."""
         if self._ranges is None:
             self._ranges = union((piece.start, piece.end) for piece in self.pieces)
         return self._ranges
 
     def quantized(self, bits: int | None) -> WindowSnapshot:
-        """The same tokens with so many bits a value (None: plain), unevaluated."""
+        """The same tokens with `bits` bits per value (None: plain), unevaluated."""
         return WindowSnapshot(self.start, self.end, [piece.quantized(bits) for piece in self.pieces])
 
     def within(self, ranges: Sequence[Range]) -> WindowSnapshot:
@@ -189,13 +189,13 @@ class WindowSnapshot:
 
 
 def widen(spans: Spans, start: int, end: int) -> Spans:
-    """State of windows as that of some tokens of a longer edge."""
+    """The same window tokens as state of the longer edge [start, end)."""
     leaves = [None if leaf is None else WindowSnapshot(start, end, leaf.pieces) for leaf in spans.leaves]
     return Spans(start, end, leaves, spans.nbytes)
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """Join those of some ranges, in order of their starts, that touch or overlap."""
+    """Join ranges that touch or overlap. The ranges are in order of their starts."""
     found: list[Range] = []
     for low, high in ranges:
         if found and found[-1][1] >= low:
@@ -208,7 +208,7 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 
 def common(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
     """The tokens that are in both; all ranges are in order."""
-    # Called some thirty times a request: less than half the time of max() and min().
+    # Called some thirty times per request; takes less than half the time of max() and min().
     return [(low, high) for a, b in left for c, d in right if (low := a if a > c else c) < (high := b if b < d else d)]
 
 

@@ -1,6 +1,6 @@
 """PointAdapter: base of the adapters of point state. A snapshot is whole, and cannot be split or joined.
 
-The state of a cache is a nest of lists, tuples and dictionaries with arrays in it.
+The state of a cache is arrays in nested lists, tuples and dictionaries.
 
 Source of all classes here: mlx-lm 0.32.2.
 """
@@ -67,7 +67,7 @@ class PointAdapter(ABC):
         return 0
 
     def reserve(self, cache: Any, capacity_tokens: int, like: Any = None, wait: bool = True) -> None:  # noqa: B027
-        """The class allocates at every update."""
+        """Do nothing: the cache class allocates at every update."""
 
     def snapshot(self, cache: Any, start: int, end: int) -> PointSnapshot | None:
         if self.is_empty(cache):
@@ -122,7 +122,7 @@ class ArraysAdapter(PointAdapter):
         cache.cache, cache.left_padding, cache.lengths = state
 
     def is_empty(self, cache: Any) -> bool:
-        for slot in cache.cache:  # noqa: SIM110  asked some hundred times a request, and a generator takes longer
+        for slot in cache.cache:  # noqa: SIM110  called some hundred times per request; a generator takes longer
             if slot is not None:
                 return False
         return True
@@ -143,8 +143,8 @@ class ArraysAdapter(PointAdapter):
         self.put(cache, ([None] * len(cache.cache), None, None), 0)
 
     def hold(self, cache: Any, tokens: int) -> Any:
-        # mx.array(x) is a second handle on the same buffer, which an in-place change of x does not reach; it costs
-        # nothing. Spelled out: this runs for every such layer and decoded token.
+        # mx.array(x) is a second handle on the same buffer; an in-place change of x does not reach it. The handle costs
+        # nothing. No call of `copied`, because this runs for every such layer and decoded token.
         slots = [None if slot is None else mx.array(slot) for slot in cache.cache]
         padding, lengths = cache.left_padding, cache.lengths
         handles = None if padding is None else mx.array(padding), None if lengths is None else mx.array(lengths)
@@ -157,8 +157,8 @@ FIELDS = ("window", "compress_kv", "index_k", "pending_kv", "pending_gate")
 class LayerAdapter(PointAdapter):
     """deepseek_v41's LayerCache: a sliding window beside compressed groups; it cannot be rewound.
 
-    FIELDS are arrays (1, T, D) or None, replaced and never written in place; `offset` counts tokens. Its `state` has no
-    setter, so the fields are read and written by name. An object with other fields is refused.
+    FIELDS are arrays (1, T, D) or None, replaced and never written in place; `offset` counts tokens.
+    LayerCache.state has no setter, so the fields are read and written by name. An object with other fields is refused.
     """
 
     def state(self, cache: Any) -> list[mx.array | None]:
@@ -221,7 +221,7 @@ class ProbedAdapter(PointAdapter):
         return (("state", len(arrays_in(vars(cache)))),)
 
     def free(self, cache: Any) -> None:
-        """Refuse: only the layout can empty such an object, by the attributes of a fresh one."""
+        """Refuse: only the layout can empty such an object, with the attributes of a fresh object."""
         raise UnsupportedCacheError(f"{type(cache).__name__} cannot be emptied in place.")
 
     def hold(self, cache: Any, tokens: int) -> Any:
@@ -269,8 +269,8 @@ def arrays_in(tree: Any) -> list[mx.array]:
 
 
 def copied(tree: Any, leaf: Any = owned) -> Any:
-    """A copy of a nest with every array passed through `leaf`."""
-    # Called for every recurrent layer of every request: frequent cases come first, and None is no call.
+    """A copy of nested state with `leaf` applied to every array."""
+    # Called for every recurrent layer of every request: frequent cases come first, and None needs no call.
     if isinstance(tree, (list, tuple)):
         return type(tree)(
             [one if one is None else leaf(one) if isinstance(one, mx.array) else copied(one, leaf) for one in tree]
@@ -284,9 +284,9 @@ def copied(tree: Any, leaf: Any = owned) -> Any:
 
 @contextmanager
 def untouched(caches: Sequence[Any]) -> Iterator[None]:
-    """Let passes run over caches of point state that leave nothing behind.
+    """Undo what forward passes in this block do to caches of point state.
 
-    A second handle on each array keeps it from being written in place.
+    A second handle on each array keeps the array from being written in place.
     """
     held = [copied(vars(cache), mx.array) for cache in caches]
     try:

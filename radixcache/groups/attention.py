@@ -1,12 +1,12 @@
 """Cascade attention: read a segment once for all rows that share it, and each row's tail by itself.
 
-    queries (R, Hq, T, D)     segment   keys (1, H, S, D)    queries of its rows side by side: one product for all
-                              tails     keys (R, H, C, D)    a product per row
+    queries (R, Hq, T, D)     segment   keys (1, H, S, D)    one product for the queries of all its rows
+                              tails     keys (R, H, C, D)    one product per row
 
-All parts of a row are one softmax: they share one maximum, and their sums are added up in float32.
+All parts of a row together are one softmax: they share one maximum, and their sums are added in float32.
 
-`serve` replaces the global `scaled_dot_product_attention` of a model's modules, once. Keys that a running pass has
-handed out then go to cascade attention, all other keys to mlx-lm's own function.
+`serve` replaces the global `scaled_dot_product_attention` of a model's modules, once. Calls with keys that a running
+pass has handed out then go to cascade attention. All other calls go to mlx-lm's own function.
 
 Source: Juravsky et al. 2024, Hydragen; Ye et al. 2025, FlashInfer; mlx_lm.models.base, mlx-lm 0.32.2.
 """
@@ -26,11 +26,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 NAME = "scaled_dot_product_attention"
-#: The most queries of a row in one block, which leaves out the keys behind its last query.
+#: Most tokens of a row in one block. A block does not read keys after its last token.
 BLOCK_TOKENS = 64
-#: From this many readers of a segment on, their queries are stacked, which takes copies.
+#: From this many rows per segment on, the queries of these rows are stacked. Stacking copies them.
 FEWEST_STACKED = 3
-#: From this many scores on, several kernels with a fast exponential beat one with a slow one.
+#: From this many scores on, several kernels with a fast exponential are faster than one kernel with a slow one.
 FEWEST_POWERS = 4096
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -65,8 +65,8 @@ class Readers:
                     break
             else:
                 taken.append((its, [number]))
-        #: Segments without a common row, so that their results can be laid side by side: their numbers, how many rows
-        #: read none of them, and for each row its place in that order (None: the order of the rows).
+        #: No row reads two segments of a level, so one array holds the results of all rows. Each level has its
+        #: segments' numbers, how many rows read none of them, and each row's place in the array (None: in row order).
         self.levels: list[tuple[list[int], int, mx.array | None]] = []
         for known, numbers in taken:
             order = [row for number in numbers for row in (readers[number] or range(rows))]
@@ -82,7 +82,7 @@ class Readers:
         return array if index is None else array[index]
 
     def laid_out(self, parts: Sequence[mx.array], blank: float) -> list[mx.array]:
-        """For each level an array of all rows (R, ...), from an array (n, ...) of the rows of each segment."""
+        """Join each segment's array (n, ...) into one array (R, ...) per level; rows without a segment get `blank`."""
         if self._is_whole:
             return [*parts]
         found = []
@@ -111,7 +111,7 @@ def serve(model: nn.Module) -> None:
 
 
 def replace_attention(model: nn.Module, replaced: Callable[[Attention], Attention], mark: str) -> None:
-    """Replace the attention function of all modules of a model, but for those that have an attribute `mark`."""
+    """Replace the attention function of all modules of a model, except where it has an attribute `mark`."""
     for name in {type(module).__module__ for module in model.modules()}:
         stock = getattr(sys.modules.get(name), NAME, None)
         if stock is not None and not hasattr(stock, mark):
@@ -145,9 +145,9 @@ def cascade(
 
     Args:
         keys, values: of the tails, (R, H, C, D) and (R, H, C, Dv), Hq a multiple of H.
-        mask: bool, which columns of the tails are seen: (R, 1, T, C) or (T, C). The last T columns are the queries'
-            own tokens. None: all columns, by one token.
-        sinks: (Hq,), a score of each head that takes weight and has no value.
+        mask: bool, which columns of the tails a token sees: (R, 1, T, C) or (T, C). The last T columns are the tokens
+            of the queries. None: one token, which sees all columns.
+        sinks: (Hq,), one more score per head; it takes part in the softmax and has no value.
     """
     rows, query_heads, tokens, _ = queries.shape
     if tokens > BLOCK_TOKENS:
@@ -160,7 +160,7 @@ def cascade(
             blocks.append(cascade(part, *tail, readers, segments, scale=scale, mask=its, sinks=sinks))
         return mx.concatenate(blocks, axis=2)
     heads = keys.shape[1]
-    # (R, H, G * T, D): the queries of a head's group one below the other.
+    # (R, H, G * T, D): the queries of the G heads that share one kv head, stacked.
     grouped = (queries * scale).reshape(rows, heads, query_heads // heads * tokens, -1)
     own = _mask(_scores(grouped, keys), mask, tokens)
     if rows == tokens == 1:
@@ -208,14 +208,14 @@ def _softmax(scores: mx.array) -> mx.array:
 
 
 def _scores(queries: mx.array, keys: mx.array) -> mx.array:
-    """(..., M, S) in float32, by (..., M, D) and (..., S, D); OpenBLAS is faster with many rows on the left."""
+    """Scores (..., M, S) in float32. For one query, keys are on the left: OpenBLAS is faster with many rows there."""
     if queries.shape[-2] == 1:
         return (keys @ queries.swapaxes(-1, -2)).swapaxes(-1, -2).astype(mx.float32)
     return (queries @ keys.swapaxes(-1, -2)).astype(mx.float32)
 
 
 def _index_of(rows: Sequence[int]) -> slice | mx.array:
-    """An index of some rows: a slice for neighbours, which needs no copy."""
+    """An index of some rows: a slice if they are consecutive, as it needs no copy."""
     first, last = rows[0], rows[-1]
     return slice(first, last + 1) if [*rows] == [*range(first, last + 1)] else mx.array([*rows])
 
@@ -235,7 +235,7 @@ def _mask(scores: mx.array, mask: mx.array | None, tokens: int) -> mx.array:
 
 
 def _stack(array: mx.array) -> mx.array:
-    """(R, H, G, D) as (1, H, R * G, D), all rows of a head below each other; with few rows as it is."""
+    """Reshape (R, H, G, D) to (1, H, R * G, D), all rows of a head in one matrix; do nothing with few rows."""
     rows, heads, group, width = array.shape
     if rows < FEWEST_STACKED:
         return array
@@ -243,7 +243,7 @@ def _stack(array: mx.array) -> mx.array:
 
 
 def _unstack(array: mx.array, like: mx.array) -> mx.array:
-    """Undo `_stacked`: (1, H, n * G, W) as (n, H, G, W), with G that of `like`, (R, H, G, D)."""
+    """Undo `_stack`: reshape (1, H, n * G, W) to (n, H, G, W). `like`, (R, H, G, D), gives G."""
     rows, heads, stacked, width = array.shape
     group = like.shape[2]
     if rows > 1 or stacked == group:

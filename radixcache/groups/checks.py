@@ -1,20 +1,20 @@
-"""RowChecks: the checks of a group's rows that were drawn for verification, and what follows a mismatch.
+"""RowChecks: check the rows of a group that were drawn for verification, and act on a mismatch.
 
-A row has two checks, each a cold run beside it:
+A row has two checks. Each one compares the row with a cold run:
 
     first pass   [0, resume) | compare every layer | [resume, end of the prompt) -> logits of the prompt's last token
-    close        [0, end) | compare every layer | -> logits behind one of the last tokens
+    close        [0, end) | compare every layer | -> logits after one of the last tokens
 
-The first check is left out if the row resumed on nothing. The second one covers all forward passes of the row, in a
-batch and with drafts, before they are stored. Its logits are those of the row's last pass of several tokens, else those
-of its last pass. So a drawn row costs one prefill of its prompt, and one of its prompt and reply. While a check runs,
+The first check is left out if the row resumed at 0. The second check covers all forward passes of the row, also batched
+ones and drafts, before their state is stored. It compares logits of the row's last pass with several tokens, or else of
+its last pass. So a drawn row costs two more prefills: of its prompt, and of its prompt and reply. While a check runs,
 its cold state and a copy of the row's keys and values count against the budget. If they do not fit, it is skipped.
 
-After a mismatch the path is quarantined, and rows that share it are told (`Group.distrust`). The first check lets the
-row begin again at 0: its answer is the cold one. The second one comes too late for the answer. The row is stored up to
-the first token that was found wrong, or if that is not known, up to where it resumed.
+After a mismatch, the path is quarantined, and rows that share it no longer store or share it (`Group.distrust`). If the
+first check fails, the row starts over at 0, so its answer is right. The second check comes too late for the answer. The
+row is then stored up to its first wrong token or, if that is not known, up to where it resumed.
 
-Skipped at the end, too: rows that were shifted, or whose state was lost, and groups that close because of an error.
+The second check is skipped for rows that were shifted or whose state was lost, and if an error closes the group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from radixcache.verify import Check, Finding, Part, Verifier
 
 
 class Noted(NamedTuple):
-    """Logits (V,) behind the token at an offset; `is_wide`: of a pass of several tokens."""
+    """Logits (V,) after the token at offset `at`; `is_wide`: they come from a pass of several tokens."""
 
     at: int
     logits: mx.array
@@ -38,7 +38,7 @@ class Noted(NamedTuple):
 
 
 class RowChecks:
-    """What is compared of the drawn rows of one group. Takes the lock; forward passes run without it."""
+    """The checks of the drawn rows of one group. Takes the lock; forward passes run without it."""
 
     def __init__(self, room: Room) -> None:
         self._room, self._lock = room, room.core.lock
@@ -57,7 +57,7 @@ class RowChecks:
         return any(row in self._rows for row in rows)
 
     def compare_restored(self, model: Any, row: Row) -> None:
-        """Compare what a row resumed on, before its first pass. After a mismatch the row stands at 0."""
+        """Compare the state that a row resumed on, before its first pass. After a mismatch, the row is at 0."""
         if (its := self._rows.get(row)) is None:
             return
         its.model = model
@@ -71,9 +71,9 @@ class RowChecks:
                 its.first, its.proven = check, row.position
 
     def compare_last(self, row: Row, logits: mx.array, index: int) -> mx.array | None:
-        """Compare logits (1, 1, V) of a token of a row, if it is the last one of a prompt that resumed.
+        """Compare the logits (1, 1, V) of a row's token, if the row resumed and the token is the last of its prompt.
 
-        Returns the cold logits (V,) if these are wrong; then `begin_again` must follow when the pass is over.
+        Returns the cold logits (V,) if `logits` are wrong. Then call `begin_again` after the pass.
         """
         its = self._rows.get(row)
         if its is None or its.first is None or index != len(row.prompt) - 1:
@@ -83,7 +83,7 @@ class RowChecks:
         return cold if its.wrong is not None else None
 
     def begin_again(self, rows: Iterable[Row]) -> None:
-        """Let those of these rows stand at 0 whose last logits were wrong."""
+        """Restart those rows at 0 for which `compare_last` found wrong logits."""
         for row in rows:
             its = self._rows.get(row)
             if its is not None and its.wrong is not None and not row.is_closed:
@@ -91,26 +91,26 @@ class RowChecks:
                 self._report(its, row, found, is_first=True)
 
     def note(self, row: Row, logits: mx.array, *, is_wide: bool) -> None:
-        """Note logits (V,) behind the last known token of a row, unless more of its prompt is left."""
+        """Keep logits (V,) after the last known token of a row for the second check, if no prompt token is left."""
         its = self._rows.get(row)
         if its is not None and not row.prompt_left and (is_wide or its.noted is None or not its.noted.is_wide):
             its.noted = Noted(row.known_tokens - 1, mx.contiguous(logits), is_wide)
-            mx.async_eval(its.noted.logits)  # or it would hold those of all rows
+            mx.async_eval(its.noted.logits)  # else they would keep the logits of all rows in memory
 
     def forget_logits(self, row: Row) -> None:
-        """Compare no logits of a row that were computed so far: tokens are taken out of it."""
+        """Drop the logits that a row has for its checks, because tokens are removed from it."""
         if (its := self._rows.get(row)) is not None:
             its.first = its.noted = None
 
     def compare_ends(self, rows: Iterable[Row]) -> None:
-        """Compare rows that are about to be closed, whose state is evaluated."""
+        """Make the second check of rows that are about to close. Their state must be evaluated."""
         for row in rows:
             its = self._rows.get(row)
             if its is not None and not row.is_closed and row.position > row.cached_tokens:
                 self._compare_end(its, row)
 
     def end(self, rows: Iterable[Row]) -> None:
-        """Count the checks of rows that were closed; the lock is held."""
+        """Count closed rows as verified or skipped. Callers hold the lock."""
         for row in rows:
             if (its := self._rows.pop(row, None)) is not None:
                 its.verifier.verified += its.is_verified
@@ -119,10 +119,10 @@ class RowChecks:
     def _compare_end(self, its: RowCheck, row: Row) -> None:
         position, noted = row.position, its.noted
         was_whole, its.is_whole = its.is_whole, False  # unless the check is made
-        # Not in the middle of a pass, where more is evaluated than is known.
+        # Skip in the middle of a pass: more tokens are evaluated than known then.
         if row.lost is not None or its.model is None or not position == row.clean_tokens <= row.known_tokens:
             return
-        # A row that owes tokens is in front of those whose logits were noted.
+        # A row that owes tokens has not yet reached the token whose logits were noted.
         end = position if noted is None else max(position, noted.at + 1)
         tokens = row.known.ids()[:end]
         if len(tokens) < end:
@@ -138,7 +138,7 @@ class RowChecks:
     def _run(
         self, its: RowCheck, row: Row, tokens: TokenIds, position: int, logits_at: int | None = None
     ) -> tuple[Check, Finding | None]:
-        """Compare a row at `position` with a cold run over these tokens, which it begins with."""
+        """Compare a row at `position` with a cold run over `tokens`, the first tokens of the row."""
         room, layout = self._room, self._room.layout
         with self._lock:
             caches = room.caches_of(row)
@@ -156,7 +156,7 @@ class RowChecks:
         return check, found
 
     def _report(self, its: RowCheck, row: Row, found: Finding, *, is_first: bool) -> None:
-        """Quarantine what was found wrong, and report it; a row whose answer has not begun starts over."""
+        """Quarantine and report what was found wrong. After the first check, the row starts over."""
         request, core = row.request, self._room.core
         with self._lock:
             keys = row.known_keys()[: found.length]
@@ -173,12 +173,12 @@ class RowCheck:
     """The checks of one row.
 
     Attributes:
-        model: of its passes; None before the first one.
-        first: the check of what it resumed on, until its logits are compared.
-        wrong: what was found in these logits, until the row begins again.
-        noted: the logits to compare at its end.
-        proven: how many tokens, from the first on, were compared when it resumed.
-        was_compared, is_whole: whether any of its checks was made, and whether none was skipped.
+        model: the model of the row's passes; None before the first pass.
+        first: the first check, until its logits are compared.
+        wrong: the mismatch in these logits, until the row starts over.
+        noted: the logits that the second check compares.
+        proven: how many tokens, from the first on, the first check found right.
+        was_compared, is_whole: whether any check was made; whether no check was skipped.
     """
 
     def __init__(self, verifier: Verifier) -> None:
@@ -196,10 +196,10 @@ class RowCheck:
 
 
 def _of_end(found: Finding, row: Row, proven: int) -> Finding:
-    """What to quarantine after a mismatch at the end of a row, whose first `proven` tokens were compared before."""
+    """What to quarantine after a mismatch in the second check; the first check found `proven` tokens right."""
     if found.mismatch.part is Part.ROWS and not found.is_branch and found.start is not None:
         return found  # from the first wrong token on
     start = proven if found.mismatch.row is None else min(proven, found.mismatch.row)
-    # What it gave to the tree already is wrong from there on, for whatever goes on differently behind it.
+    # What the row gave to the tree is wrong from `start` on, also for prompts that continue differently.
     length = row.path_end if row.path_end > start else found.mismatch.resume_offset
     return Finding(found.mismatch, length, start)

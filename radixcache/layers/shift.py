@@ -3,18 +3,18 @@
 Rotations add up: a key at position p, rotated by d, is the key at p + d. So no token is evaluated again. If a RoPE
 scales keys before it rotates them (YaRN, longrope), the stored key is scaled already, and a shift only rotates.
 
-A layer's rotation is measured: modules may hold a RoPE that they do not use, share one, or have one per layer. The
-model evaluates one token alone, at position 0 and at position 500:
+A layer's rotation is measured, because modules may hold a RoPE that they do not use, or share one, or have one per
+layer. The model evaluates one token alone, at position 0 and at position 500:
 
-    it sees only itself            attention returns its value, for any query and key
-    so hidden states are the same  or positions enter elsewhere: then values differ, and the model is refused
-    so keys differ by a rotation   of a RoPE in the model, or by none; otherwise the layer is refused
+    the token sees only itself  so attention returns its value, for any query and key
+    hidden states are equal     or positions enter elsewhere: then values differ, and the model is refused
+    keys differ by a rotation   of a RoPE in the model, or not at all; otherwise the layer is refused
 
 Later tokens that saw a removed range still depend on it. No shift changes that.
 
-Precision: float32 has an angle of a radians to about a / 2^24, so keys made 10,000 positions apart differ by about
-1e-3, shifted or not. In half precision each shift rounds by up to half of the dtype's eps, and smaller rotations are
-lost: a few large shifts are better than many small ones.
+Precision: in float32, an angle of a radians has an error of about a / 2^24. So keys made 10,000 positions apart differ
+by about 1e-3, shifted or not. In half precision, each shift rounds by up to half of the dtype's eps, and smaller
+rotations are lost. So a few large shifts are better than many small ones.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _FREQUENCIES = {
     "mlx_lm.models.talkie.Attention": "_rope_freqs",
 }
 
-#: The token that is evaluated (any whose keys are not zero would do), and how far apart its two positions are: within
-#: reach of learned position embeddings, and far enough to distinguish slow frequencies.
+#: The evaluated token (any token whose keys are not zero would do), and the distance of its two positions. Models with
+#: learned position embeddings have the second position; slow frequencies already show at this distance.
 _TOKEN = 100
 _DISTANCE = 500
-#: Relative tolerance between its keys at both positions: rounding of the angles, and roundings of the dtype.
+#: Largest relative error of the rotated keys: a part for the rounding of angles, and this many times the dtype's eps.
 _TOLERANCE = 3e-4
 _ROUNDINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The arguments of `mx.fast.rope` for the keys of a layer. Values that rotate the same way are equal."""
+    """The arguments of `mx.fast.rope` for the keys of a layer. Two objects that rotate the same way are equal."""
 
     dims: int
     traditional: bool
@@ -65,8 +65,8 @@ class Rotation:
 
     def shift(self, keys: mx.array, delta: int) -> mx.array:
         """Rotate keys (B, H, T, D >= dims) by `delta` positions (negative: towards the beginning), in float32."""
-        # Each key is a head with one token, at offset `delta`. The scale takes the sign: Metal's kernel adds the offset
-        # to an unsigned index.
+        # Each key is a head with one token, at offset |delta|. The scale takes the sign of `delta`: Metal's kernel adds
+        # the offset to an unsigned index.
         rows = keys.astype(mx.float32).reshape(1, -1, 1, keys.shape[-1])
         rotated = mx.fast.rope(
             rows,
@@ -81,7 +81,7 @@ class Rotation:
 
 
 def rotation_of(rope: nn.Module) -> Rotation:
-    """The rotation of a RoPE module of MLX or mlx-lm, or of a class that rotates as nn.RoPE: its `stands_for` says so.
+    """The rotation of a RoPE module of MLX or mlx-lm, or of a class whose `stands_for` is nn.RoPE.
 
     Raises:
         ShiftError: its base depends on the length of the sequence, or its class is not known.
@@ -195,7 +195,7 @@ def _norm(a: mx.array) -> float:
 
 
 def _ropes(model: nn.Module) -> tuple[list[Rotation], str]:
-    """The different rotations of a model's modules; and all RoPEs in words, with the reason if one has no rotation."""
+    """The distinct rotations of a model's modules; and a text that names each RoPE or says why it has no rotation."""
     ropes: dict[Rotation, None] = {}
     found: dict[str, None] = {}
     for _, module in model.named_modules():

@@ -4,8 +4,8 @@ Tree, slots, paging, budget and policy are those of any PrefixCache. Only the co
 code that counts their bytes. A key may stand for a token or for a block of tokens; sizes are per key. Spans can be cut
 anywhere. Windows can be rewound until one of them has wrapped.
 
-Live buffers have no spare capacity, so that the bytes held are those of the distinct keys. With `grow_keys` they grow
-as mlx-lm's KVCache does, and this cache evicts as a real one does.
+Without `grow_keys`, live buffers have no spare capacity, so a cache holds the bytes of its distinct keys. With
+`grow_keys`, live buffers grow as in mlx-lm's KVCache, and the cache evicts as a real one does.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from radixcache.layers.layout import Layout, Shape
 
 
 class SizedLayout(Shape):
-    """The shape of a model, and its state as sizes, in one SizedCache; the operations are those of `Layout`.
+    """The shape of a model, whose state is sizes in one SizedCache. It has the operations of `Layout`.
 
     Args:
         token_bytes: bytes of a key over all span layers.
-        checkpoint_bytes: bytes of point state that do not depend on the offset.
+        checkpoint_bytes: bytes of point state without windows; the same at every offset.
         windows: the sliding windows, as (keys, bytes per key).
-        grow_keys: step in which live span buffers grow; 0: they hold exactly the keys in them.
-        stored_token_bytes: bytes of a key in the snapshots of all span layers; None: `token_bytes`. Windows have one
-            size, live and stored.
+        grow_keys: step in which live span buffers grow; 0: they have no spare capacity.
+        stored_token_bytes: bytes of a key in the snapshots of all span layers; None: `token_bytes`. Windows have the
+            same size, live and stored.
     """
 
     is_known = True
@@ -236,8 +236,8 @@ AnyLayout = Layout | SizedLayout
 class SizedCache:
     """A live cache: the offsets of its span layers and its point layers.
 
-    Span buffers grow in steps of `grow_keys` and have room for `capacity` keys; with 0 they hold exactly their keys.
-    Windows hold the `passed` keys of the last forward pass, and the keys that each of those reads.
+    Span buffers grow in steps of `grow_keys` and have room for `capacity` keys; with 0, they have no spare capacity.
+    Windows hold the `passed` keys of the last forward pass, and the keys that these read.
     """
 
     grow_keys: int = 0
@@ -248,7 +248,7 @@ class SizedCache:
 
     def advance(self, keys: int) -> None:
         if self.grow_keys and self.spans + keys > self.capacity:
-            # As KVCache: whole steps follow the keys that are there.
+            # As in KVCache: whole steps are added after the present keys.
             filled = self.spans if self.spans % self.grow_keys else self.capacity
             self.capacity = filled + -(-keys // self.grow_keys) * self.grow_keys
         self.spans += keys
@@ -256,7 +256,7 @@ class SizedCache:
         self.passed = keys
 
     def reserve(self, capacity: int) -> None:
-        """Give the span buffers room for so many keys, at least one more than they hold."""
+        """Give the span buffers room for `capacity` keys, and for at least one more than they hold."""
         if self.grow_keys:
             self.capacity = max(capacity, self.spans + 1)
 

@@ -1,17 +1,17 @@
-"""State in a store: the identity of a model's state, and its snapshots as named buffers of a block and back.
+"""State in a store: the identity of a model's state, and snapshots to and from the named buffers of a block.
 
     span.LEAF.I             array I of a layer's keys and values, of all tokens of the block
-    window.LEAF.START.I     the same of a stack of windows, of some tokens from START on
-    point.LEAF.I            array I of a point layer's state; point.LEAF is JSON: the nest that the arrays belong to
+    window.LEAF.START.I     the same for a layer with a window, of some tokens from START on
+    point.LEAF.I            array I of a point layer's state; point.LEAF is JSON: the lists that hold the arrays
     shapes                  JSON: `Layout.shapes`
     forms                   JSON: `SpanSnapshot.forms` by leaf, if any is quantized
 
-A store holds arrays that are contiguous in memory without a copy. The thread that reads a block makes its arrays,
+Arrays that are contiguous in memory go into a store without a copy. The thread that reads a block makes the arrays,
 unevaluated.
 
-An identity names the weights, settings, cache classes, versions and bits that state depends on. A digest of weights
-covers names, shapes, dtypes, the sum of each row as integers and `SAMPLES` elements spread over each array. Fine-tuning
-of one row, merging, quantization and LoRA adapters change it, and so do the arguments of the model and the settings of
+An identity names the weights, settings, cache classes, versions and bits that state depends on. The digest of weights
+covers names, shapes, dtypes, the sum of each row's bits and `SAMPLES` elements spread over each array. Fine-tuning of
+one row, merging, quantization and LoRA adapters change the digest. So do the arguments of the model and the settings of
 its modules, such as an adapter's scale.
 """
 
@@ -38,7 +38,7 @@ from radixcache.settings import STORED_BITS
 from radixcache.stores.block import DTYPES, Buffer, Identity
 from radixcache.tokens import arguments_of
 
-#: Format of the buffers. With another number, all stored state is a miss.
+#: Version of the buffers' format. A new number makes all stored state a miss.
 STATE_VERSION = 1
 #: Elements of each array of weights in the digest.
 SAMPLES = 64
@@ -68,7 +68,7 @@ def weights_identity(*models: Any, name: str = "") -> Identity:
 
 
 def _settings_of(module: Any) -> dict[str, str]:
-    """The plain attributes of a module of a model, tuples and lists of them, and its arguments."""
+    """The attributes of a module that are plain values, tuples or lists of these, or dataclasses (its arguments)."""
     given = {key: value for key, value in (*vars(module).items(), *module.items()) if key != "_training"}
     return {key: repr(value) for key, value in given.items() if _is_plain(value) or is_dataclass(value)}
 
@@ -80,9 +80,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _digest(array: mx.array) -> tuple[mx.array, mx.array]:
-    """The sums of an array's rows, and samples of it; both of its bits, not evaluated."""
+    """The sums of an array's rows, and samples; both as bits, not evaluated."""
     flat = array.reshape(-1)
-    # Not of 32 bits: an even number of changed signs would not change the sum.
+    # Do not sum words of 32 bits: an even number of changed signs would not change the sum.
     bits = flat.view(mx.uint8 if array.dtype.size == 1 else mx.uint16)
     sums = bits.reshape(*array.shape[:-1], -1).sum(axis=-1) if array.size else bits
     return sums, flat[:: max(1, array.size // SAMPLES) | 1].view(mx.uint8)
@@ -96,11 +96,11 @@ def state_identities(
     exact: bool = False,
     stored_bits: int | None = None,
 ) -> list[Identity]:
-    """The identity of a cache's state: its empty leaves, with the `given` identity or that of the model's weights.
+    """The identities of a cache's state, made of its empty leaves and of `given` (None: of the model's weights).
 
-    Behind it come those of the same state in more bits, which the cache may read and round.
-
-    `exact`: state must be equal to the bit, so MLX's version and the device count too.
+    The first identity is the cache's own. The next ones name the same state in more bits: the cache may read it and
+    round it.
+    `exact`: state must be equal bit by bit, so the identity also names MLX's version and the device.
     """
     if given is None:
         if model is None:
@@ -135,7 +135,7 @@ def _update(digest: Any, *parts: bytes) -> None:
 def block_buffers(
     parts: Sequence[Spans], windows: Sequence[Spans], start: int, end: int, shapes: Sequence[Any] | None
 ) -> dict[str, Buffer]:
-    """The tokens [start, end) of successive spans and of windows, and a layout's shapes if given.
+    """The buffers of the tokens [start, end) of adjacent spans and of windows, and of a layout's shapes if given.
 
     TypeError: a snapshot is of a kind that cannot be stored.
     """
@@ -166,7 +166,7 @@ def block_buffers(
 
 
 def point_buffers(checkpoint: Checkpoint) -> dict[str, Buffer]:
-    """The state of point layers. TypeError: some of it is neither arrays nor plain values."""
+    """The buffers of the state of point layers. TypeError: some of it is neither arrays nor plain values."""
     arrays: dict[str, mx.array] = {}
     packed = {}
     for leaf, snapshot in enumerate(checkpoint.leaves):
@@ -178,7 +178,7 @@ def point_buffers(checkpoint: Checkpoint) -> dict[str, Buffer]:
 
 
 def _buffers_of(arrays: dict[str, mx.array]) -> dict[str, Buffer]:
-    """The bytes of arrays, evaluated. A buffer holds its array."""
+    """Evaluate arrays and return their bytes. A buffer keeps its array alive."""
     flat = {name: mx.contiguous(array).reshape(-1).view(mx.uint8) for name, array in arrays.items()}
     mx.eval(flat)
     return {
@@ -203,7 +203,7 @@ def _plain(item: Any) -> Any:
 
 
 def _pack(tree: Any, arrays: list[mx.array]) -> Any:
-    """A nest as JSON. Its arrays are appended to `arrays`."""
+    """Nested state as JSON values; appends its arrays to `arrays`."""
     if isinstance(tree, mx.array):
         arrays.append(tree)
         return {"array": len(arrays) - 1}
@@ -261,7 +261,7 @@ def _group(buffers: Buffers, kind: str) -> dict[tuple[int, ...], tuple[mx.array,
         first, *numbers = name.split(".")
         if first == kind and len(numbers) == depth:
             *group, index = map(int, numbers)
-            # MLX copies: the array shares nothing with the file's bytes.
+            # MLX copies here, so the array shares nothing with the file's bytes.
             array = mx.array(buffer.octets).view(_DTYPE_OF[buffer.dtype])
             groups[tuple(group)][index] = array.reshape(buffer.shape)
     return {group: tuple(its[index] for index in range(len(its))) for group, its in groups.items()}

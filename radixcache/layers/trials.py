@@ -1,13 +1,13 @@
-"""Trials: the error that short runs of a model may show, and facts about a model. BothModels: with a draft model.
+"""Trials: the error that a short run of a model may have; facts about a model. BothModels: a model and a draft model.
 
-Restored state comes from forward passes of other lengths than cold state: the same sums in another order, with other
-roundings. The coarsest dtype of logits and caches decides. The largest errors of tiny random models on a CPU (prompts
-of 40 to 200 tokens, in one pass, in chunks, token by token) were 7e-6 in float32, 6e-3 in float16 and 4e-2 in bfloat16;
-state of another token gives about 1. A quantized cache may round a value to either of two codes; with 2 bits that is as
-large as a fault.
+Restored state and cold state come from forward passes of different lengths: the same sums in another order, rounded
+differently. The coarsest dtype of logits and caches sets the error. The largest errors of tiny random models on a CPU
+(prompts of 40 to 200 tokens, in one pass, in chunks, token by token) were 7e-6 in float32, 6e-3 in float16 and 4e-2 in
+bfloat16. State of a wrong token gives an error of about 1. A quantized cache may round a value to either of two codes;
+with 2 bits, this error is as large as that of a fault.
 
-A tolerance wide enough for a deep bfloat16 model lets wrong positions pass in a short trial. So trials measure
-rounding: how far the same logits move when the model's own caches are filled in other chunks.
+A tolerance wide enough for a deep bfloat16 model lets wrong positions pass in a short trial. So trials measure the
+rounding: how much logits change if the model's own caches are filled in other chunks.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from radixcache.tokens import vocabulary_size
 
 #: Largest relative error by dtype: about 100, 8 and 5 times the measured ones.
 TOLERANCES = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
-#: Steps of a quantized grid on top.
+#: Added for a quantized cache: this many steps of its grid.
 GRID_STEPS = 2
-#: On top for state that was stored in so many bits. Later layers and tokens add to the grid's error. On tiny random
-#: models it was at most 0.16 with 8 bits, 0.86 with 4; with 4 only gross faults are found. Attention that picks keys
-#: by an index (deepseek_v32) picks other keys after rounding, and is off by more.
+#: Added for state that was stored in this many bits. Later layers and tokens add to the grid's error. On tiny random
+#: models, the error was at most 0.16 with 8 bits and 0.86 with 4 bits; with 4 bits, only gross faults are found.
+#: Attention that picks keys by an index (deepseek_v32) picks other keys after rounding, and has larger errors.
 STORED_TOLERANCES = {8: 0.2, 4: 1.0}
-#: After rounding, a model with experts picks others for some tokens, whose error is that of other tokens. So many of a
-#: layer's rows may be off, and what has no rows by so much. On tiny random models it was 1 row of 128, and 0.5.
+#: After rounding, a model with experts picks other experts for some tokens. So this share of a layer's rows may be
+#: wrong. State without rows may have this error. Tiny random models had 1 wrong row of 128, and an error of 0.5.
 PICKED_ROWS = 1 / 20
 PICKED_TOLERANCE = 1.0
-#: A measured rounding is allowed this many times over, and never less than this part of the dtype's tolerance.
+#: The allowed error is this many times the measured rounding, and at least this part of the dtype's tolerance.
 MARGIN = 5
 LEAST_PART = 1 / 8
 #: Modules of mlx-lm whose attention depends on where in a buffer a token stands; a short trial would not show it.
@@ -48,17 +48,17 @@ Rows = Sequence[Sequence[int]]
 
 
 class BothModels(nn.Module):
-    """A model and its draft model as one, whose caches are the model's and then the draft model's.
+    """A model and its draft model as one module. Its caches are the model's, then the draft model's.
 
     Attributes:
-        first: the number of the draft model's first cache.
+        first: the index of the draft model's first cache.
     """
 
     def __init__(self, model: Any, draft_model: Any, cache_count: int) -> None:
-        """ValueError: there are not so many caches in all."""
+        """ValueError: the two models do not need `cache_count` caches in all."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.draft_model = model, draft_model
-        # Not one for each layer: a model may have layers without state.
+        # Not the number of layers: a model may have layers without state.
         self.first, more = len(make_prompt_cache(model)), len(make_prompt_cache(draft_model))
         if cache_count != self.first + more:
             raise ValueError(
@@ -73,7 +73,7 @@ class BothModels(nn.Module):
     def drafted(
         self, tokens: mx.array, count: int, forward: Callable[[mx.array], mx.array]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """What the draft model says behind some tokens (N, T): for each row `count` tokens, and their probabilities.
+        """Draft `count` tokens after the tokens (N, T) of each row. Returns tokens and their probabilities, by row.
 
         `forward` runs the draft model over its caches: from tokens (N, T) to logits (N, T, V).
         """
@@ -84,7 +84,7 @@ class BothModels(nn.Module):
             tokens = mx.argmax(logits, axis=-1, keepdims=True)
             said.append(tokens)
             chance = mx.exp(logits.max(axis=-1, keepdims=True) - mx.logsumexp(logits, axis=-1, keepdims=True))
-            chances.append(mx.nan_to_num(chance))  # only a guess, which the model checks
+            chances.append(mx.nan_to_num(chance))  # NaN is harmless: the model checks each draft
             mx.async_eval(tokens, chances[-1])
         its: Any = [np.asarray(mx.concatenate(each, axis=1)).tolist() for each in (said, chances)]
         return its[0], its[1]
@@ -94,7 +94,7 @@ def tolerance_of(layout: Layout, caches: Sequence[Any], logits: mx.Dtype) -> flo
     """The relative error that counts as rounding, for a model that wrote `caches` and gave logits of that dtype."""
     dtypes = {logits, *(array.dtype for array in layout.arrays(caches))}
     bits = [cache.bits for cache, _ in layout.leaves(caches) if isinstance(cache, QuantizedKVCache)]
-    # A group of 2**bits codes goes from -1 to 1 times the largest magnitude at most.
+    # The 2**bits codes of a group go at most from -1 to 1 times the largest magnitude.
     live = max((GRID_STEPS * 2 / (2**each - 1) for each in bits), default=0.0)
     return of_dtypes(*dtypes) + max(live, STORED_TOLERANCES.get(layout.stored_bits or 0, 0.0))
 
@@ -103,12 +103,12 @@ def of_dtypes(*dtypes: mx.Dtype) -> float:
     """The relative error that counts as rounding, for values computed in these dtypes."""
     known = {*dtypes}
     if mx.float32 in known and mx.cuda.is_available():
-        known.add(mx.float16)  # MLX multiplies in TF32 there, whose mantissa is as short
+        known.add(mx.float16)  # on CUDA, MLX multiplies in TF32, with a mantissa as short as float16's
     return max((TOLERANCES[dtype] for dtype in known if dtype in TOLERANCES), default=TOLERANCES[mx.float32])
 
 
 def allowed_error(rounding: float, *dtypes: mx.Dtype) -> float:
-    """The allowed error of logits computed in these dtypes, where other chunks moved them by `rounding`."""
+    """The allowed error of logits computed in these dtypes, if other chunks changed them by `rounding`."""
     tolerance = of_dtypes(*dtypes)
     return min(max(MARGIN * rounding, LEAST_PART * tolerance), tolerance)
 
@@ -120,11 +120,11 @@ def error_of(found: mx.array, wanted: mx.array) -> float:
 
 
 def logits_alone(model: Any, fresh: Callable[[], Sequence[Any]], rows: Rows, steps: Rows, last: int) -> mx.array:
-    """Logits (R, N, V) of R rows in their own caches, at N steps of a token for each row after their prompts.
+    """Logits (R, N, V) of R rows, each in its own caches, for N steps of one token after each prompt.
 
     Args:
         fresh: makes the model's caches.
-        last: how many of a prompt's tokens go through a pass of their own.
+        last: how many of a prompt's last tokens go through a second pass.
     """
     found = []
     for row, tokens in zip(rows, zip(*steps, strict=True), strict=True):
@@ -136,9 +136,9 @@ def logits_alone(model: Any, fresh: Callable[[], Sequence[Any]], rows: Rows, ste
 
 
 def once_per_model(known: dict[int, T], model: Any, find: Callable[[], T]) -> T:
-    """Find something out once in a model's life. `known` holds it by id(model)."""
+    """Call `find` once for each model object; `known` keeps the results by id(model)."""
     if not isinstance(model, nn.Module):
-        return find()  # a callable, which may call another model every time
+        return find()  # a function, which may call a different model every time
     if id(model) not in known:
         known[id(model)] = find()
         weakref.finalize(model, known.pop, id(model), None)

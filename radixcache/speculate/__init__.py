@@ -1,1 +1,1 @@
-"""Drafting: propose earlier tokens again, and decide how many tokens to check in one pass. Never MLX."""
+"""Drafting: propose earlier tokens again, and decide how many tokens to check in one pass. Never imports MLX."""

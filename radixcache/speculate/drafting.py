@@ -1,24 +1,24 @@
-"""Drafting: what is proposed to one request, from several sources, and what became of it. Never imports MLX.
+"""Drafting: propose tokens for one request from several sources, and count the accepted ones. Never imports MLX.
 
-A Source proposes tokens that may come next. Drafting asks all sources, takes the proposal with the most expected
-tokens, and lets DraftPace say how many of these are worth checking:
+A Source proposes tokens that may come next. Drafting asks all sources and takes the proposal with the highest expected
+number of accepted tokens. DraftPace says how many of its tokens are worth checking:
 
     drafting = Drafting([TreeSource(index, namespace), PromptSource(prompt)], pace)
     proposal = drafting.propose(limit)          # at most `limit` tokens, or None
     ...                                         # one forward pass over the last token and the proposed ones
-    drafting.advance(tokens, accepted)          # what the pass yielded: the accepted ones and one more
+    drafting.advance(tokens, accepted)          # the tokens from the pass: the accepted ones and one more
 
 For replies that decode together, DecodeLoop asks each Drafting for a `candidate`, asks DraftPace once for all counts,
 and calls `choose` of each Drafting.
 
-A look for drafts takes time. After `IDLE_TOKENS` tokens of a reply without a draft, or `IDLE_LOOKS` looks of all
-replies, looks may take `LOOK_SHARE` of the measured time of passes. With a slow model that is a look at each token.
-With a tiny model it is a look at few tokens, and some short replies get none. A look that finds something is followed
-by another one at the next token, because a draft is proposed behind the next token.
+A look asks all sources, and takes time. After `IDLE_TOKENS` tokens of a reply without a draft, or `IDLE_LOOKS` looks of
+all replies, looks may take `LOOK_SHARE` of the measured time of passes. With a slow model, there is a look at each
+token. With a tiny model, there are few looks, and none in some short replies. After a look that finds something, the
+pending token is read, and the next look comes at once: a draft must follow that token.
 
 Invariants, asserted by `check`:
 
-  D1  Of each source, 0 <= accepted <= proposed, and passes <= proposed.
+  D1  For each source, 0 <= accepted <= proposed, and passes <= proposed.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from radixcache.tokens import token_ids
 
 #: The chance of each predicted token while the reply follows the prediction.
 FOLLOWS = 0.8
-#: After so many tokens or looks without a draft, looks are rare.
+#: After this many tokens or looks without a draft, looks are rare.
 IDLE_TOKENS, IDLE_LOOKS = 16, 32
 #: Most tokens from one look to the next.
 MOST_STRIDE = 32
-#: A reply is indexed in batches of so many tokens; by PromptSource also if its last tokens come again.
+#: A reply is indexed in batches of this many tokens. PromptSource indexes at once if the last tokens recur.
 FED_TOKENS = 256
-#: Tokens that are indexed at a time, in about 2 ms: by a look of a source, or by a pass for TreeSource.
+#: Tokens that one look of a source indexes, or one pass for TreeSource, in about 2 ms.
 LOOK_TOKENS = 2048
-#: Tokens of a prediction that are used for each token that the reply may have: a reply may leave out half of it.
+#: How many tokens of a prediction are used per token of `max_tokens`: a reply may leave out half of them.
 MOST_PREDICTED = 2
 #: Characters of a predicted text that are tokenized at a time.
 PIECE_CHARACTERS = 1 << 16
-#: Tokens that are found again at least, and the bytes of a token as it waits to be indexed.
+#: Length of the shortest suffix that a look searches, and bytes of a token that waits to be indexed.
 LEAST_FOUND, ID_BYTES = LENGTHS[-1], array("i").itemsize
 
 
@@ -63,14 +63,14 @@ class Source(Protocol):
     name: str
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
-        """At most `limit` tokens that are expected behind these last tokens (at least TAIL_TOKENS, if there are)."""
+        """Return at most `limit` tokens that may follow `tail`, the last tokens (TAIL_TOKENS or more, or all)."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The request's reply went on with these tokens since the last call."""
+        """Take the tokens that the reply got since the last call."""
 
 
 class TreeSource:
-    """What the index has of the namespace; DraftIndex.source() makes one."""
+    """Proposes from the index of the namespace; DraftIndex.source() makes one."""
 
     name = "tree"
 
@@ -84,14 +84,14 @@ class TreeSource:
             return self._index.propose(tail, limit, self._namespace)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Nothing: the session or row of the reply adds it to the index."""
+        """Do nothing: the session or row of the reply adds the tokens to the index."""
 
 
 class PromptSource:
-    """The request's own prompt and reply: quoted text, repeated calls. Room for `reply_tokens`; then the oldest go.
+    """Proposes from the request's own prompt and reply. Has room for `reply_tokens`, then drops the oldest.
 
-    Each look indexes `LOOK_TOKENS` of the prompt, so no token waits for the whole of a long prompt. The reply is
-    indexed in batches of `FED_TOKENS`, or as soon as a look needs its last tokens.
+    Each look indexes `LOOK_TOKENS` of the prompt, so no token waits until all of a long prompt is indexed. The reply is
+    indexed in batches of `FED_TOKENS`, or as soon as a look needs the reply's last tokens.
     """
 
     name = "prompt"
@@ -99,7 +99,7 @@ class PromptSource:
     def __init__(self, prompt: Any, reply_tokens: int = 4096) -> None:
         self._index = SuffixIndex((len(prompt) + reply_tokens) * 2 * TOKEN_BYTES)
         self._prompt, self._indexed_tokens = np.asarray(prompt), 0
-        #: Token ids that are not indexed yet, behind the last ones that are.
+        #: Bytes of the last indexed token ids, then of those that are not indexed yet.
         self._recent = bytearray(_raw(prompt[-LEAST_FOUND:]))
         self._indexed_bytes = len(self._recent)
 
@@ -107,7 +107,7 @@ class PromptSource:
         self._indexed_tokens = _index_more(self._index, self._prompt, self._indexed_tokens)
         found = self._index.propose(tail, limit)
         if self._indexed_tokens == len(self._prompt) and (waiting := self._recent[self._indexed_bytes :]):
-            # The last tokens stand among those that are not indexed, or a draft may go on there.
+            # Needed: the last tokens occur earlier among the waiting ones, or the draft may continue there.
             is_needed = found.tokens or self._recent.find(_raw(tail[-LEAST_FOUND:]), 0, -ID_BYTES) >= 0
             if is_needed or len(waiting) >= FED_TOKENS * ID_BYTES:
                 self._index.extend(array("i", waiting))
@@ -123,8 +123,8 @@ class PromptSource:
 class PredictionSource:
     """The reply that a client expects (OpenAI's `prediction`).
 
-    The reply is compared with it from the start. Once they differ, the last tokens of the reply are looked up in an
-    index of the prediction. Each look indexes `LOOK_TOKENS` of it, so a short reply never waits for a long prediction.
+    The reply is compared with the prediction from the start. Once they differ, the reply's last tokens are looked up in
+    an index of the prediction. A look indexes `LOOK_TOKENS`, so a short reply never waits for a long prediction.
     """
 
     name = "prediction"
@@ -132,7 +132,7 @@ class PredictionSource:
     def __init__(self, tokens: Any) -> None:
         self._tokens, self._indexed_tokens = np.asarray(tokens, np.int32), 0
         self._index = SuffixIndex(max(64, len(self._tokens)) * 2 * TOKEN_BYTES)
-        self._at: int | None = 0  # where the reply goes on in the prediction, as far as it has followed
+        self._at: int | None = 0  # the next position in the prediction; None: the reply differs from it
 
     def propose(self, tail: Sequence[int], limit: int) -> Proposal:
         self._indexed_tokens = _index_more(self._index, self._tokens, self._indexed_tokens)
@@ -149,9 +149,9 @@ class PredictionSource:
 
 
 def predicted_tokens(text: str, tokenizer: Any, most_tokens: int | None) -> list[int]:
-    """Return the first tokens of a predicted text; None: all. At most one piece more than needed is tokenized.
+    """Return the first `most_tokens` tokens of a predicted text (None: all). Tokenizes no piece after these.
 
-    Where two pieces meet, a token may differ from those of the whole text.
+    Where two pieces meet, tokens may differ from the tokens of the whole text.
     """
     tokens: list[int] = []
     for start in range(0, len(text), PIECE_CHARACTERS):
@@ -176,7 +176,7 @@ class Drafted:
     Attributes:
         proposed: tokens that were checked.
         accepted: tokens that were accepted; each saved a forward pass over one token.
-        passes: forward passes that checked some.
+        passes: forward passes that checked any of these tokens.
     """
 
     proposed: int = 0
@@ -185,11 +185,11 @@ class Drafted:
 
 
 class Drafting:
-    """What is proposed to one request.
+    """Proposes tokens for one request.
 
     Args:
-        sources: asked in this order; of equal proposals the first wins.
-        pace: says how many tokens to propose.
+        sources: asked in this order; the first of equally good proposals wins.
+        pace: decides how many tokens to check.
         known: the prompt's last tokens, or all of it; `advance` adds the reply.
 
     Attributes:
@@ -202,20 +202,20 @@ class Drafting:
         self._sources = list(sources)
         self._tail = [int(each) for each in known[-TAIL_TOKENS:]]
         self._proposal = NOTHING
-        self._unread: list[int] = []  # of the reply, not given to the sources yet
-        self._idle_tokens = 0  # of the reply since the last draft
-        self._look_at = 0  # how many of these come before the next look
+        self._unread: list[int] = []  # reply tokens that the sources do not have yet
+        self._idle_tokens = 0  # reply tokens since the last draft
+        self._look_at = 0  # the value of _idle_tokens at the next look
         self._has_found = False  # whether the last look found something, and the one before did not
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is ever proposed."""
+        """Whether there is no source, so that nothing is ever proposed."""
         return not self._sources
 
     def candidate(self, limit: int = MOST_PROPOSED, rows: int = 1) -> Proposal:
-        """The best proposal of at most `limit` tokens, with corrected chances; of no tokens if there is none.
+        """The best proposal of at most `limit` tokens, with corrected chances; NOTHING if there is none.
 
-        `rows`: of the pass, each of which is looked at.
+        `rows`: how many rows the pass has; each row takes its own look.
         """
         best, most = NOTHING, 0.0
         if self.rests():
@@ -240,25 +240,25 @@ class Drafting:
         return best
 
     def choose(self, proposal: Proposal, count: int) -> Proposal | None:
-        """Take the first `count` tokens of a candidate as what the next pass checks; None: nothing."""
+        """Let the next pass check the first `count` tokens of a candidate. Returns these; None if `count` is 0."""
         self._proposal = proposal.first(count) if count else NOTHING
         return self._proposal if count else None
 
     def propose(self, limit: int = MOST_PROPOSED) -> Proposal | None:
-        """What the next pass over this request alone should check, at most `limit` tokens; None: nothing."""
+        """At most `limit` tokens that the next pass over this request alone should check; None: no tokens."""
         proposal = self.candidate(limit)
         return self.choose(proposal, self.pace.length([proposal])[0]) if proposal.tokens else None
 
     def rests(self) -> bool:
-        """Whether no source is asked now."""
+        """Whether the next look is not due yet."""
         return self._idle_tokens < self._look_at
 
     def _stride(self, rows: int) -> int:
-        """Tokens from one look to the next, in passes of so many rows, as long as nothing is drafted."""
+        """Tokens from one look to the next, in passes of `rows` rows, while nothing is drafted."""
         return min(math.ceil(rows * self.pace.usual_look_s / (LOOK_SHARE * self.pace.seconds(1, rows))), MOST_STRIDE)
 
     def advance(self, tokens: Sequence[int], accepted: int = 0) -> None:
-        """The reply went on with these tokens, of which the first `accepted` were those that were proposed last."""
+        """Add tokens to the reply. The first `accepted` of them are accepted tokens of the last proposal."""
         proposal, self._proposal = self._proposal, NOTHING
         if not proposal.tokens:
             self._idle_tokens += len(tokens)

@@ -1,17 +1,17 @@
-"""DraftPace: how many proposed tokens to check in one pass, from measured times and measured acceptance. Never MLX.
+"""DraftPace: how many proposed tokens to check in one pass, from measured times and acceptance. Never imports MLX.
 
-A pass over 1 + n tokens of a row checks n proposed tokens, and yields one token more than are accepted. Its time is
-measured as decoding goes on. `length` chooses the n with the least expected seconds per token, 0 where nothing is
-gained.
+A pass over 1 + n tokens of a row checks n proposed tokens, and yields one token more than it accepts. Times of passes
+are measured during decoding. `length` chooses the n with the least expected seconds per token; n is 0 where drafts gain
+nothing.
 
-    time        seconds of a pass by rows and tokens per row; all rows of a pass pay for the widest
-    chance      of a proposed token, if those in front of it are accepted: what its source says, corrected by how often
-                tokens of that source with about that chance were accepted
+    time        seconds of a pass by rows and tokens per row; all rows of a pass pay for the widest row
+    chance      the probability that a proposed token is accepted if all before it are: the source's estimate, corrected
+                by how often tokens of that source with a similar estimate were accepted
 
 Invariants, asserted by `check`:
 
-  P1  A measured time is above 0, and the time of a pass never falls as its tokens grow.
-  P2  Of each kind of proposed token, 0 <= accepted <= checked; a draft model's average chance is from 0 to 1.
+  P1  A measured time is above 0, and the time of a pass never falls as it gets more tokens.
+  P2  For each kind of proposed token, 0 <= accepted <= checked; a draft model's average chance is from 0 to 1.
 
 Nothing here reads a clock. Not thread-safe: one generation thread uses a DraftPace, or its callers hold a lock.
 """
@@ -26,35 +26,35 @@ from typing import NamedTuple
 
 #: Widths of a pass, in tokens per row, whose times are measured; times of other widths are interpolated.
 WIDTHS = (1, 2, 4, 8, 16, 32)
-#: Most tokens that are proposed for one pass: 31 with the token that is evaluated anyway make the widest.
+#: Most tokens that are proposed for one pass. The widest pass also has the token that is evaluated anyway.
 MOST_PROPOSED = WIDTHS[-1] - 1
 #: Weight of a new measurement in the moving averages.
 WEIGHT = 0.1
-#: A single measurement counts at most as so many times what was expected: a page fault is no measurement. Nor is what
-#: another process takes: behind a measurement that was not as slow, the least.
+#: A measurement counts at most this many times the average, because of page faults and other processes. It is
+#: MOST_TIMES if the measurement before was slow, too, else LEAST_TIMES.
 MOST_TIMES, LEAST_TIMES = 3.0, 1.5
-#: Until two tokens are measured, each token more is expected to cost this share of a pass over one token.
+#: Until wider passes are measured, each additional token is expected to cost this share of a pass over one token.
 HOPED_SHARE = 0.02
-#: A proposal ends where the chance that all of it is accepted is below this.
+#: A proposal ends where the chance that all of it is accepted falls below this.
 LEAST_CHANCE = 0.05
-#: In so many passes without a measurement, half of what a width took more than hoped is forgotten: it is tried again,
-#: and the sooner, the less that costs.
+#: In this many passes without a measurement, the excess of a width's time over the hoped time halves. So the width is
+#: tried again: sooner if the excess is small.
 STALE_PASSES = 512
-#: Drafting must save at least this share of the time: it has work of its own.
+#: Drafting must save at least this share of the time, because drafting itself takes time.
 LEAST_GAIN = 0.02
-#: A source's own estimate counts as much as so many checked tokens.
+#: A source's own estimate counts as much as this many checked tokens.
 PRIOR = 8.0
-#: Checked tokens of one kind are halved at this count: what is said changes.
+#: At this many checked tokens of a kind, both counts of the kind are halved: old text counts less.
 MOST_CHECKED = 512.0
-#: Kinds of proposed tokens: the estimated chance in steps of this size.
+#: The kind of a proposed token, unless its source gives one: the estimated chance in steps of this size.
 CHANCE_STEP = 0.1
-#: Looks for drafts may take this share of the time of passes while nothing is drafted, and save so many seconds up.
+#: While nothing is drafted, looks may take this share of the time of passes, and save up at most this many seconds.
 LOOK_SHARE, MOST_LOOK_S = 0.002, 0.02
-#: Seconds of a look until some are measured: the first one of a reply also indexes the prompt.
+#: Assumed seconds of a look until looks are measured. The first look of a reply also indexes the prompt.
 USUAL_LOOK_S = 2e-4
 #: The source of a draft model's proposals.
 MODEL = "draft"
-#: The chance of a draft model's tokens until it was asked, and again when it was not asked for STALE_PASSES.
+#: The assumed chance of a draft model's tokens, if the model was not asked in the last STALE_PASSES passes.
 HOPED_CHANCE = 0.8
 
 
@@ -63,11 +63,11 @@ class Proposal(NamedTuple):
 
     Attributes:
         tokens: token ids, in order.
-        chances: for each the chance that it is accepted, if those in front of it were.
-        source: where they come from: "tree", "prompt", "prediction" or "draft".
-        suffix: how many of the last tokens were found there; 0 if the source does not look for them.
-        kinds: for each token a number for what is known of it; tokens of one source and kind have about one chance.
-            Default: the chance, in steps of CHANCE_STEP.
+        chances: for each token, the chance that it is accepted if all tokens before it are.
+        source: where the tokens come from: "tree", "prompt", "prediction" or "draft".
+        suffix: how many of the reply's last tokens the source found; 0 if it does not look for them.
+        kinds: a number for each token; tokens of one source and kind have about the same chance. Default: the chance,
+            in steps of CHANCE_STEP.
     """
 
     tokens: tuple[int, ...]
@@ -77,7 +77,7 @@ class Proposal(NamedTuple):
     kinds: tuple[int, ...] = ()
 
     def first(self, count: int) -> Proposal:
-        """The proposal of the first `count` of its tokens."""
+        """The first `count` tokens as a proposal."""
         return self._replace(tokens=self.tokens[:count], chances=self.chances[:count], kinds=self.kinds[:count])
 
     def expected(self) -> float:
@@ -85,18 +85,18 @@ class Proposal(NamedTuple):
         return float(sum(accumulate(self.chances, mul)))
 
 
-#: A proposal of nothing.
+#: The empty proposal.
 NOTHING = Proposal((), (), "")
 
 
 class DraftPace:
-    """Decides how many tokens to propose; one for a model on a device, shared by its requests.
+    """Decides how many tokens to check. All requests of a model on a device share one DraftPace.
 
     Args:
-        seconds: the time of a pass over (rows, tokens per row), where it is assumed. Default: it is measured by `note`.
+        seconds: the assumed time of a pass, from (rows, tokens per row). Default: the times that `note` measures.
 
     Attributes:
-        idle_looks: how many times its requests looked for drafts since one was checked; they count it.
+        idle_looks: looks for drafts since a draft was last checked; Drafting counts the looks of all requests.
         look_s: seconds that looks may still take while nothing is drafted: passes add to it, and looks take from it.
         usual_look_s: the average seconds of a look while nothing is drafted.
     """
@@ -111,8 +111,8 @@ class DraftPace:
         self._passes = 0
         #: By source and kind: tokens accepted, tokens checked.
         self._kinds: dict[tuple[str, int], tuple[float, float]] = {}
-        #: Of a draft model by rows, rounded up: the average seconds of its pass, the average chance of its tokens, and
-        #: when it was asked last.
+        #: By rows, rounded up to a power of 2: the average seconds of a pass of the draft model, the average chance of
+        #: its tokens, and when it was asked last.
         self._drafts: dict[int, tuple[float, float, int]] = {}
 
     def note(self, tokens_in_pass: int, seconds: float, rows: int = 1) -> None:
@@ -125,7 +125,7 @@ class DraftPace:
         at = min(bisect_left(WIDTHS, tokens_in_pass), len(WIDTHS) - 1)
         width = WIDTHS[at]
         if tokens_in_pass < width and at and WIDTHS[at - 1] in times:
-            # A width between two: the wider one is where the line through the narrower one and this leads.
+            # Between two widths: extend the line through the narrower width and this measurement to the wider width.
             near, base = WIDTHS[at - 1], times[WIDTHS[at - 1]][0]
             seconds = max(base + (seconds - base) * (width - near) / (tokens_in_pass - near), seconds)
         if width in times:
@@ -152,7 +152,7 @@ class DraftPace:
             self._kinds[proposal.source, kind] = yes + (index < accepted), checked + 1
 
     def note_drafted(self, proposals: Sequence[Proposal], count: int, seconds: float, rows: int) -> None:
-        """Count what a draft model took for `count` tokens of each row, and the corrected chances of what it said."""
+        """Count the time of a draft model for `count` tokens per row, and the corrected chances of its proposals."""
         chances = [chance for proposal in proposals for chance in proposal.chances]
         pass_s = min(seconds / count, self.seconds(1, rows))  # a pass over one token runs both models
         its_s, chance, _ = self._drafts.get(_rows_class(rows), (pass_s, HOPED_CHANCE, 0))
@@ -161,26 +161,26 @@ class DraftPace:
         self._drafts[_rows_class(rows)] = its_s, chance, self._passes
 
     def guess(self, count: int, rows: int) -> Proposal:
-        """A proposal of so many tokens as a draft model would make, without the tokens."""
+        """A stand-in for a proposal of `count` tokens by a draft model, without the tokens."""
         _, chance, _ = self._asked_lately(rows)
         return Proposal((-1,) * count, (chance,) * count, MODEL)
 
     def of_model(self, tokens: Sequence[int], probabilities: Sequence[float]) -> Proposal:
         """A draft model's proposal, with corrected chances.
 
-        The model often says what the draft model finds only a little likely: what is not checked yet is hoped for.
+        The model often accepts tokens that the draft model finds unlikely. So unmeasured chances start halfway to 1.
         """
         known = probabilities[: len(tokens)]
         hoped, kinds = tuple((1 + each) / 2 for each in known), tuple(int(each / CHANCE_STEP) for each in known)
         return self.corrected(Proposal(tuple(tokens), hoped, MODEL, 0, kinds))
 
     def _asked_lately(self, rows: int) -> tuple[float, float, int]:
-        """Seconds of a draft model's pass and the chance of its tokens, as measured; as hoped if that is long ago."""
+        """As in `_drafts`: the measured values, or the assumed ones if the last measurement is long ago."""
         found = self._drafts.get(_rows_class(rows))
         return (0.0, HOPED_CHANCE, 0) if found is None or self._passes - found[2] > STALE_PASSES else found
 
     def corrected(self, proposal: Proposal) -> Proposal:
-        """The proposal with the chances that its kinds of tokens have had so far, as far as it is likely at all."""
+        """The proposal with chances corrected by past acceptance, cut where all of it is unlikely (LEAST_CHANCE)."""
         chances: list[float] = []
         whole = 1.0
         for kind, chance in zip(_kinds_of(proposal), proposal.chances, strict=True):
@@ -192,21 +192,21 @@ class DraftPace:
         return proposal.first(len(chances))._replace(chances=tuple(chances))
 
     def length(self, proposals: Sequence[Proposal], rows: int | None = None) -> list[int]:
-        """For each row how many of its proposed tokens (with `corrected` chances) to check; 0: none.
+        """For each row, how many of its proposed tokens (with `corrected` chances) to check; 0: none.
 
         Args:
             proposals: one for each row that has one.
-            rows: rows in the pass, with those that propose nothing. Default: one for each proposal.
+            rows: rows in the pass, including rows without a proposal. Default: one row per proposal.
         """
         rows = len(proposals) if rows is None else rows
         _, count = self.best(proposals, rows)
         return [min(count, len(proposal.tokens)) for proposal in proposals]
 
     def best(self, proposals: Sequence[Proposal], rows: int) -> tuple[float, int]:
-        """As `length`: the least seconds per token, and with how many proposed tokens of a row. Guesses cost time."""
+        """As `length`: the least seconds per token, and the tokens per row to check. Guesses add drafting time."""
         least = self.seconds(1, rows) / rows * (1 - LEAST_GAIN)
         if self._assumed is None and self._is_stale(rows):
-            return least, 0  # With one token it is measured at no cost.
+            return least, 0  # Propose nothing: so a pass over one token is measured, at no cost.
         chances = [accumulate(proposal.chances[:MOST_PROPOSED], mul) for proposal in proposals]
         drafting_s = self._asked_lately(rows)[0] if any(_is_guess(each) for each in proposals) else 0.0
         count, tokens = 0, float(rows)
@@ -218,7 +218,7 @@ class DraftPace:
         return least, count
 
     def seconds(self, tokens_in_pass: int, rows: int = 1) -> float:
-        """Expected time of a pass in which each of `rows` rows has so many tokens."""
+        """Expected time of a pass in which each of `rows` rows has `tokens_in_pass` tokens."""
         if self._assumed is not None:
             return self._assumed(rows, tokens_in_pass)
         times = self._times.get(_rows_class(rows), {})

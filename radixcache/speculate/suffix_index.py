@@ -1,24 +1,24 @@
-"""SuffixIndex: which tokens followed the last ones before, over all that was served. Never imports MLX.
+"""SuffixIndex: which tokens followed the same last tokens before, in all served text. Never imports MLX.
 
-Tokens lie in a ring, the oldest overwritten first. A position stands for the tokens in front of it, and for the token
-on it, which followed them. For each suffix length there is a table of buckets:
+Tokens lie in a ring; the oldest are overwritten first. A position stands for the tokens before it, and for the token at
+it, which followed them. For each suffix length there is a hash table:
 
     tokens   ... the  cat  sat | the  cat  ran ...        two runs
-    head     hash("the cat") -> the last position that had it (ran)
-    link     from a position to the one before it of the same bucket (sat)
+    head     hash("the cat") -> the last position after these tokens (ran)
+    link     from a position to the previous position in the same bucket (sat)
 
-`propose` walks from the bucket of the longest suffix that is known. A hash is no proof: each position is compared with
-the tail, token by token, and with the namespace of its run. The positions found vote on what follows.
+`propose` walks the bucket of the longest known suffix. A hash is no proof: the tokens before each position are compared
+with the tail, and the namespace of its run with the given one. The positions found vote on what follows.
 
 Invariants, asserted by `check`:
 
-  S1  The runs tile the positions from `end - capacity` (or 0) to `end`, in order; no run crosses the end of the ring.
-  S2  A link leads to an older position, or nowhere. Where that position was overwritten, a walk stops: ages grow.
+  S1  The runs cover the positions from `end - capacity` (or 0) to `end`, in order; no run crosses the end of the ring.
+  S2  A link leads to an older position or nowhere. A walk stops at a younger position, which overwrote an older one.
   S3  A namespace has a number as long as it has a run; the tokens of a cleared run are -1.
   S4  nbytes <= capacity * MOST_TOKEN_BYTES.
 
-Each position with a whole suffix of its run in front of it, that is neither cut nor context, is found from the head of
-its bucket: the newer positions on the way are overwritten later than it is.
+A position is found from the head of its bucket if its run has a whole suffix before it. The position must be neither
+cut nor context. The newer positions on the way are overwritten later.
 
 `propose` reads a bounded number of positions, whatever the size. `add` is vectorised, O(n log n). Not thread-safe: the
 callers hold the cache's lock.
@@ -40,38 +40,38 @@ from radixcache.speculate.pace import MOST_PROPOSED, NOTHING, Proposal
 
 #: Suffix lengths that are looked for, longest first.
 LENGTHS = (16, 8, 5, 3, 2)
-#: Tokens of a tail that matter.
+#: Most last tokens that are looked up.
 TAIL_TOKENS = LENGTHS[0]
-#: A run has at least so many tokens: with fewer nothing is found again.
+#: Fewest tokens of a run: a shorter run could never be found.
 LEAST_RUN = LENGTHS[-1] + 1
-#: Bytes of the arrays for each token, with a bucket for two; of a run; and of both for a token at most.
+#: Bytes of the arrays per token, with one bucket per two tokens; bytes of a run; most bytes of both per token.
 TOKEN_BYTES = 4 + 6 * len(LENGTHS)
 RUN_BYTES = 12
 MOST_TOKEN_BYTES = TOKEN_BYTES + RUN_BYTES // LEAST_RUN + 1
 #: Most positions that vote, and most that are compared with the tail for one suffix length.
 MOST_VOTES, MOST_STEPS = 8, 16
-#: Steps of the number of tokens that match: within a step it says the same of the next token.
+#: Steps of the number of matching tokens: all numbers in a step give the next token the same kind.
 KNOWN = (2, 3, 4, 5, 6, 8, 11, 16, 20, 24)
-#: A proposal ends where the chance that all of it is accepted is below this.
+#: A proposal ends where the chance that all of it is accepted falls below this.
 LEAST_CHANCE = 0.1
 #: Tokens that are indexed at a time: temporary arrays stay small.
 BATCH_TOKENS = 1 << 16
-#: Fewer tokens that a run goes on with are indexed one by one, which is faster then.
+#: `extend` indexes fewer tokens than this one by one, which is faster.
 FEWEST_VECTORISED = 24
 
 _MASK = (1 << 64) - 1
-#: Of the polynomial that hashes a suffix, and of the multiplication that spreads it over the buckets (both odd).
+#: Base of the polynomial that hashes a suffix, and factor that spreads the hashes over the buckets (both odd).
 _BASE, _SPREAD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _POWERS = [pow(_BASE, index + 1, 1 << 64) for index in range(TAIL_TOKENS)]
 _IS_LENGTH = [index + 1 in LENGTHS for index in range(TAIL_TOKENS)]
 
 
 class SuffixIndex:
-    """What followed which tokens, by namespace, in at most `limit_bytes` bytes (at least 64 tokens' worth).
+    """Which tokens followed which, by namespace, in at most `limit_bytes` bytes (at least 64 tokens' worth).
 
     Attributes:
-        capacity: tokens that fit; with one more, the oldest goes.
-        nbytes: bytes that it takes.
+        capacity: tokens that fit; then the oldest are overwritten.
+        nbytes: bytes of the index.
     """
 
     def __init__(self, limit_bytes: int, *, vocab_size: int | None = None) -> None:
@@ -83,7 +83,7 @@ class SuffixIndex:
     def _make(self) -> None:
         capacity = self.capacity
         self._ids = np.zeros(capacity, np.int32)
-        #: Of each bucket the last position in the ring, from 1; 0: none. Zeroed memory takes none until it is used.
+        #: Each bucket's last position in the ring, plus 1; 0: none. Zeroed memory takes no RAM until it is used.
         self._heads = [np.zeros(self._buckets, np.int32) for _ in LENGTHS]
         self._links = [np.zeros(capacity, np.int32) for _ in LENGTHS]
         # Reading a memoryview is several times as fast as reading a NumPy array.
@@ -93,10 +93,10 @@ class SuffixIndex:
         self._link_views = [each.data for each in self._links]
         #: Tokens ever added; a position `at` lies at `at % capacity` in the ring.
         self._end = 0
-        self._starts, self._owners = array("q"), array("i")  # of each run its first position, its namespace's number
-        self._gone = 0  # of these so many are overwritten whole
+        self._starts, self._owners = array("q"), array("i")  # each run's first position and namespace number
+        self._gone = 0  # how many of the first runs are wholly overwritten
         self._numbers: dict[str, int] = {}
-        self._runs: Counter[int] = Counter()  # runs of each number
+        self._runs: Counter[int] = Counter()  # how many runs each number has
         self._next_number = 1
 
     @property
@@ -109,9 +109,9 @@ class SuffixIndex:
         return self.capacity * TOKEN_BYTES + len(self._starts) * RUN_BYTES
 
     def add(self, tokens: Any, namespace: str = "", *, context: int = 0) -> None:
-        """Add a run of token ids; what follows the first `context` of them is known already.
+        """Add a run of token ids. The first `context` of them are indexed already; they are context for the others.
 
-        Keys that are no ids, of pictures and the like, end a run: nothing is found across.
+        Keys that are no ids, such as those of images, end a run: no suffix crosses them.
         """
         keys = np.asarray(tokens)[max(0, context - TAIL_TOKENS) :]
         context = min(context, TAIL_TOKENS)
@@ -119,7 +119,7 @@ class SuffixIndex:
             self._add_run(keys[start:end].astype(np.int32), namespace, max(0, context - start))
 
     def _stretches(self, keys: NDArray[Any]) -> list[tuple[int, int]]:
-        """Where keys are token ids: [start, end) before, between and behind those that are none."""
+        """The ranges [start, end) of keys that are token ids: before, between and after the other keys."""
         others = np.flatnonzero((keys < 0) | (keys >= self._ceiling)).tolist()
         return list(zip([0, *(each + 1 for each in others)], [*others, len(keys)], strict=True))
 
@@ -137,7 +137,7 @@ class SuffixIndex:
             ids, context = ids[max(0, len(piece) - TAIL_TOKENS) :], min(TAIL_TOKENS, len(piece))
 
     def extend(self, tokens: Sequence[int], namespace: str = "") -> None:
-        """Go on with the run that was added last, if it is of this namespace; a few tokens in pure Python."""
+        """Extend the last run, if it is of this namespace, else begin a run. Few tokens are added in pure Python."""
         if not len(tokens):
             return
         view, capacity, number = self._id_view, self.capacity, self._number(namespace)
@@ -163,11 +163,11 @@ class SuffixIndex:
             last = [*last[1 - TAIL_TOKENS :], token]
 
     def propose(self, tail: Sequence[int], limit: int, namespace: str = "") -> Proposal:
-        """What is expected behind `tail`, at most `limit` tokens; nothing if its end is not known here."""
+        """At most `limit` tokens that are expected after `tail`; NOTHING if its last tokens are unknown."""
         number, known = self._numbers.get(namespace), min(len(tail), TAIL_TOKENS)
         if number is None or limit < 1 or known < LENGTHS[-1]:
             return NOTHING
-        # Mostly nothing is known, and the shortest suffix says so.
+        # Mostly even the shortest suffix is unknown: try it first.
         last = tail[-LENGTHS[-1] :]
         followers, is_all = self._followers(-1, _hash_of(last, number), array("i", last).tobytes(), number, 1, most=1)
         if is_all and not followers:
@@ -182,7 +182,7 @@ class SuffixIndex:
         return NOTHING
 
     def has(self, tokens: Any, namespace: str = "") -> bool:
-        """Whether the last token id behind `TAIL_TOKENS` others is known behind the same ones."""
+        """Whether the last token id with `TAIL_TOKENS` ids before it is indexed after the same ids."""
         keys, number = np.asarray(tokens), self._numbers.get(namespace)
         ends = [end for start, end in self._stretches(keys) if end - start > TAIL_TOKENS]
         if number is None or not ends:
@@ -222,7 +222,7 @@ class SuffixIndex:
             for slot in range(self.tokens):
                 assert not links[slot] or self._age(links[slot] - 1) > self._age(slot) or self._end > self.capacity
 
-    # Feeding
+    # Adding
 
     def _number(self, namespace: str) -> int:
         number = self._numbers.get(namespace)
@@ -246,12 +246,12 @@ class SuffixIndex:
         self._drop_old()
 
     def _drop_old(self) -> None:
-        """Forget the runs that are overwritten whole."""
+        """Forget the runs that are wholly overwritten."""
         oldest = self._end - self.capacity
         while self._gone + 1 < len(self._starts) and self._starts[self._gone + 1] <= oldest:
             self._disown(self._gone)
             self._gone += 1
-        if self._gone * 8 > len(self._starts):  # seldom: the others move up
+        if self._gone * 8 > len(self._starts):  # seldom, because the remaining runs must move up
             del self._starts[: self._gone], self._owners[: self._gone]
             self._gone = 0
 
@@ -264,7 +264,7 @@ class SuffixIndex:
                 self._numbers = {name: each for name, each in self._numbers.items() if each != number}
 
     def _add(self, ids: NDArray[np.int32], context: int, number: int, *, goes_on: bool = False) -> None:
-        """Add a run, of which `context` tokens are known; `goes_on`: these are the end of the last run, which grows."""
+        """Add a run. Its first `context` tokens are indexed already; `goes_on`: they end the last run, which grows."""
         new, at = ids[context if goes_on else 0 :], self._end % self.capacity
         self._ids[at : at + len(new)] = new
         if goes_on:
@@ -279,7 +279,7 @@ class SuffixIndex:
                 self._link(index, at + first, buckets[first - length : -1])
 
     def _buckets_of(self, ids: NDArray[np.int32], number: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """For each length, longest first, the bucket of each suffix: at [i] of the one that ends at i + length."""
+        """For each length, longest first, the bucket of each suffix: item i is of the suffix [i, i + length)."""
         sums: dict[int, NDArray[np.uint64]] = {}
         words = ids.astype(np.uint64) + np.uint64(1)
         total = np.zeros(len(ids), np.uint64)
@@ -314,9 +314,9 @@ class SuffixIndex:
     def _followers(
         self, index: int, bucket_hash: int, wanted: bytes, number: int, limit: int, most: int = MOST_VOTES
     ) -> tuple[list[list[int]], bool]:
-        """What followed the latest `most` positions behind these tokens in this namespace, the latest first.
+        """The tokens from each of the latest `most` positions after `wanted` in this namespace, the latest first.
 
-        And whether that is all there is: the walk came to the end of its bucket.
+        Also returns whether these are all positions, because the walk came to the end of the bucket.
         """
         raw, view, links = self._raw, self._id_view, self._link_views[index]
         starts, owners = self._starts, self._owners
@@ -333,7 +333,7 @@ class SuffixIndex:
             age, end_byte = older, 4 * slot
             if end_byte >= nbytes and raw[end_byte - nbytes : end_byte] == wanted:
                 position = last - age
-                after = bisect_right(starts, position)  # the run behind the position's own
+                after = bisect_right(starts, position)  # the run after the position's own
                 if owners[after - 1] == number:
                     left = (starts[after] if after < len(starts) else last + 1) - position
                     followers.append(view[slot : slot + (limit if limit < left else left)].tolist())
@@ -352,7 +352,7 @@ class SuffixIndex:
 
 
 def _hash_of(tail: Sequence[int], number: int) -> int:
-    """As `_hashes_of`, of all these tokens."""
+    """The hash of all these tokens, as in `_hashes_of`."""
     total = number * _SPREAD
     for token, power in zip(reversed(tail), _POWERS, strict=False):
         total += (token + 1) * power
@@ -360,7 +360,7 @@ def _hash_of(tail: Sequence[int], number: int) -> int:
 
 
 def _hashes_of(tail: list[int], number: int) -> list[int]:
-    """For each of LENGTHS a hash of the last so many tokens, below 2**32; of fewer, if there are not so many."""
+    """For each of LENGTHS, a hash below 2**32 of that many last tokens, or of all tokens if there are fewer."""
     sums, total = [], number * _SPREAD
     for token, power, is_length in zip(reversed(tail), _POWERS, _IS_LENGTH, strict=False):
         total += (token + 1) * power
@@ -371,10 +371,10 @@ def _hashes_of(tail: list[int], number: int) -> list[int]:
 
 
 def _vote_on(followers: list[list[int]], suffix: int) -> Proposal:
-    """What most of those that agree so far say next, the latest if two have as many votes."""
+    """Propose, token by token, what most followers that agree so far say. At a tie, the latest follower wins."""
     tokens: list[int] = []
     kinds: list[int] = []
-    whole = 1.0  # the chance that all tokens so far are accepted, but for those that all votes gave
+    whole = 1.0  # the chance that all tokens so far are accepted, without the unanimous ones
     while followers and whole > LEAST_CHANCE:
         done, votes = len(tokens), len(followers)
         for column in islice(zip(*followers, strict=False), done, None):
@@ -382,7 +382,7 @@ def _vote_on(followers: list[list[int]], suffix: int) -> Proposal:
                 break
             tokens.append(column[0])
         kinds += _AGREED[votes][suffix + done : suffix + len(tokens)]
-        # Here votes part, or the shortest run ends.
+        # Here the votes differ, or the shortest follower ends.
         index = len(tokens)
         followers = [each for each in followers if len(each) > index]
         if len(followers) == votes:
@@ -397,15 +397,15 @@ def _vote_on(followers: list[list[int]], suffix: int) -> Proposal:
 
 
 def _kind(count: int, votes: int, known: int) -> int:
-    """What is known of a token that `count` of `votes` positions had, behind `known` tokens that match."""
+    """The kind of a token that has `count` of `votes` votes, after `known` matching tokens."""
     return (bisect_right(KNOWN, known) * (MOST_VOTES + 1) + votes) * (MOST_VOTES + 1) + count
 
 
 def _chance(kind: int) -> float:
     """The chance of a token of a kind, until it is measured.
 
-    As if one vote more had been cast, of which a long match gives more to this token: 0.4 behind two tokens that match
-    once, 0.8 behind sixteen.
+    It counts one more vote, and gives more of that vote to this token after a long match. With a single vote, the
+    chance is 0.4 after two matching tokens, and 0.8 after sixteen.
     """
     (step, votes), count = divmod(kind // (MOST_VOTES + 1), MOST_VOTES + 1), kind % (MOST_VOTES + 1)
     known = KNOWN[step - 1] if step else 0
@@ -413,7 +413,7 @@ def _chance(kind: int) -> float:
 
 
 _CHANCES = [min(0.95, max(0.01, _chance(kind))) for kind in range((len(KNOWN) + 1) * (MOST_VOTES + 1) ** 2)]
-#: Kinds of tokens that all votes gave, by the number of votes and of tokens that match.
+#: Kinds of tokens that have all votes, by the number of votes and by the number of matching tokens.
 _AGREED = [
     [_kind(votes, votes, known) for known in range(TAIL_TOKENS + MOST_PROPOSED)] for votes in range(MOST_VOTES + 1)
 ]

@@ -1,19 +1,19 @@
 """Events and History: what happens to stored state, for a listener now and for `explain` later. Never imports MLX.
 
-    stored       tokens [start, end) became a stored prefix; or, `state` checkpoint, point state at `end`
-    resumed      a request took up [0, end); every request makes one, also with end 0
+    stored       tokens [start, end) became a stored prefix; with `state` "checkpoint", point state at `end` did
+    resumed      a request resumes at `end`; every request makes one such event, also with end 0
     evicted      the tokens, or the checkpoint at `end`, are gone
     split        a node was cut at offset `at`
     merged       a node was joined with its only child at offset `at`
     paged_out    spans were copied out of the live buffers
     paged_in     spans were copied into the live buffers
-    quarantined  state turned out wrong; it was taken out before (evicted, `was_wrong`)
+    quarantined  state was found wrong; events `evicted` with `was_wrong` come first, for the removed tokens
 
 Events reach the listener in order, after the call that caused them has released the lock. So a listener may call the
-cache. An Exception of the listener is counted and never reaches the caller; the first one is a warning.
+cache. An Exception in the listener is counted and never reaches the caller; the first one gives a warning.
 
 History holds recently evicted pieces and recent prompts. A piece has the edges of its path, shared with the tree, and
-the ticks at which its parts went. A leaf that loses its tail in steps and its parent after it make one piece:
+the tick at which each part was evicted. If a leaf goes in steps, and its parent after it, both make one piece:
 
     root ── a [0, 40) ── b [40, 100)      b loses [80, 100) at tick 5, the rest at 6; a goes at 7
     piece   edges a, b    parts [80, 100) 5, [40, 80) 6, [0, 40) 7
@@ -25,7 +25,7 @@ Invariants; `History.check` asserts H1 and H2:
   E1  At most MAX_WAITING events wait; `dropped` counts the events beyond.
   E2  Without a listener no Event is made.
   H1  Pieces, the keys on their paths, prompts and their keys stay within bounds; the oldest go first.
-  H2  The parts of a piece follow each other, the deepest first, and end where its edges end.
+  H2  The parts of a piece are adjacent, the deepest first. The deepest part ends where the last edge ends.
 
 Not thread-safe: PrefixCache holds the only lock.
 """
@@ -45,12 +45,12 @@ from radixcache.ledger import Lock
 from radixcache.tokens import Keys, common_length
 from radixcache.tree.radix_tree import Node
 
-#: Events that may wait, and that are handed over at the end of one call.
+#: Most events that wait, and most that one call of the cache hands over.
 MAX_WAITING = 4096
-#: Evicted pieces, and the keys on their paths: 8 bytes each where no other piece has them too.
+#: Most evicted pieces, and most keys on their paths. A key takes 8 bytes, or less if pieces share its edge.
 MAX_PIECES = 1024
 MAX_PIECE_KEYS = 1 << 22
-#: Prompts of each namespace, the keys of all of them (8 bytes each), and namespaces with prompts.
+#: Most prompts of a namespace, most keys of all prompts (8 bytes each), and most namespaces with prompts.
 MAX_PROMPTS = 8
 MAX_PROMPT_KEYS = 1 << 20
 MAX_NAMESPACES = 1024
@@ -71,7 +71,7 @@ class EventKind(StrEnum):
     QUARANTINED = "quarantined"
 
 
-# A look-up on the class takes a call in Python 3.11.
+# In Python 3.11, looking up a member on the class takes a call.
 STORED, RESUMED, EVICTED, SPLIT, MERGED, PAGED_OUT, PAGED_IN, QUARANTINED = EventKind
 
 
@@ -85,7 +85,7 @@ class Event(NamedTuple):
         detail: by kind. stored, evicted: `state`, "tokens" or "checkpoint"; evicted tokens also `was_wrong`, whether
             verification found them wrong. split, merged: `at`. resumed: `prompt_tokens`, `matched_tokens`, `reason`
             (None or a Reason), `by` ("begin", "begin_many" or "fetch"). quarantined: `mismatch`, a Mismatch; the
-            range is that of the request's own path.
+            range is on the request's own path.
     """
 
     kind: EventKind
@@ -98,18 +98,18 @@ class Event(NamedTuple):
 
 
 OnEvent = Callable[[Event], object]
-#: The fields of an Event that waits.
+#: The fields of a waiting Event.
 _Fields = tuple[EventKind, int, str, int, int, int, Detail]
 
 
 class Events:
     """The events of one cache on their way to its listener. Callers of `emit` hold the lock.
 
-    The methods that are called for each request ask first whether there is a listener: then no detail is made in vain.
+    The methods that run for each request check `is_on` first: without a listener, they build no `detail`.
 
     Attributes:
-        history: evictions and prompts, recorded also without a listener, but only if `remembers`.
-        tick: the present tick, set by the cache.
+        history: evictions and prompts; recorded if `remembers`, with or without a listener.
+        tick: the current tick, set by the cache.
         failures, dropped: calls of the listener that raised; events dropped because too many waited.
     """
 
@@ -130,7 +130,7 @@ class Events:
             self.emit(STORED, node.namespace, start, node.end, nbytes, {"state": state})
 
     def asked(self, keys: Keys, namespace: str, taken: int, nbytes: int, detail: Detail) -> None:
-        """A request took up the first `taken` tokens of its prompt."""
+        """A request resumes after the first `taken` tokens of its prompt."""
         if self.remembers:
             self.history.asked(namespace, keys)
         if self.is_on:
@@ -157,7 +157,7 @@ class Events:
             after.append(self._hand_over)
 
     def hand_over(self) -> None:
-        """Call the listener with the events that wait, unless another thread does so."""
+        """Call the listener with the waiting events, unless another thread is doing so."""
         waiting, listener, left = self._waiting, self._on_event, MAX_WAITING
         assert listener is not None
         while waiting and left > 0 and self._handing_over.acquire(False):
@@ -200,7 +200,7 @@ class History:
         self._piece_keys = self._prompt_keys = 0
 
     def evicted(self, node: Node[Any], start: int, tick: int, was_wrong: bool = False) -> None:
-        """The tokens [start, node.end) of the node's edge are about to go."""
+        """Record that the tokens [start, node.end) of a node's edge are about to be evicted."""
         last = self._pieces[-1] if self._pieces else None
         if last is None or last.below is not node:
             last = self._add(_Piece(node, start, tick, was_wrong))
@@ -211,7 +211,7 @@ class History:
         last.start, last.below = start, node.parent if start == node.start else node
 
     def evicted_checkpoint(self, node: Node[Any], tick: int) -> None:
-        """The checkpoint at a node's end is about to go; its tokens stay."""
+        """Record that the checkpoint at a node's end is about to be evicted; the node's tokens stay."""
         self._add(_Piece(node, node.end, tick))
 
     def asked(self, namespace: str, keys: Keys) -> None:
@@ -233,7 +233,7 @@ class History:
 
     def lost_tokens(self, keys: Keys, namespace: str, stored: int) -> list[Loss]:
         """The evicted parts of a prompt that follow the `stored` keys in the tree, in order and without a gap."""
-        # The newest first, as tokens nearer to the root go later. A piece may fit only behind another.
+        # The newest first: tokens nearer to the root are evicted later. A piece may fit only after another piece.
         pieces = [piece for piece in reversed(self._pieces) if piece.end > stored and piece.namespace == namespace]
         losses: list[Loss] = []
         while parts := _next_parts(pieces, keys, stored):
@@ -247,7 +247,7 @@ class History:
         pieces = [p for p in self._pieces if start < p.end == p.start <= end and p.namespace == namespace]
         for piece in sorted(pieces, key=lambda piece: -piece.end):
             end = piece.end
-            # A few places rule out most pieces.
+            # Comparing a few keys rules out most pieces.
             is_likely = all(piece.key_at(at) == keys[at] for at in (end - 1, max(0, end - 9), end * 3 // 4, end // 2))
             if is_likely and piece.agreement(keys) == end:
                 return piece.parts[0]
@@ -296,7 +296,7 @@ class History:
 class _Piece:
     """An evicted stretch [start, end) of one path; its last edge begins at `last_start`.
 
-    `below` is the node that it hung on; None once there is a newer piece.
+    `below` is the node whose eviction would extend this piece; None once there is a newer piece.
     """
 
     __slots__ = ("below", "edges", "end", "last_start", "namespace", "parts", "start")
@@ -331,7 +331,7 @@ class _Piece:
 
 
 def _next_parts(pieces: list[_Piece], keys: Keys, start: int) -> list[Loss]:
-    """The parts of the first piece that has the prompt's keys from `start` on, in order; empty: no piece has."""
+    """The parts of the first piece that has the prompt's keys from `start` on, in order; empty if there is none."""
     for piece in pieces if start < len(keys) else ():
         if piece.start <= start < piece.end and piece.key_at(start) == keys[start]:
             agreed, parts = piece.agreement(keys), reversed(piece.parts)

@@ -10,7 +10,7 @@ prefix of a sequence. The other methods restructure the tree:
     truncate(leaf, at)       a leaf's edge ends at offset `at`
     remove(leaf)             a leaf goes
 
-Each namespace is a tree of its own: nothing matches across. A key may stand for a token or for a block of tokens.
+Each namespace has its own tree; a match never crosses namespaces. A key may stand for a token or for a block of tokens.
 
 Invariants, asserted by `RadixTree.check`:
 
@@ -18,7 +18,7 @@ Invariants, asserted by `RadixTree.check`:
   T2  A child is filed under the first key of its edge, so no two siblings share a first key.
   T3  node.start == node.parent.end; node.end == node.start + len(node.edge); a root ends at 0.
   T4  Edges are owned one-dimensional int64 arrays: 8 bytes a key, never a view of a longer one.
-  T5  node_count and key_count are the sums over all nodes but the roots.
+  T5  node_count and key_count are the sums over all nodes except the roots.
 
 `match` is O(len(keys)) in NumPy, with a dictionary look-up per node on the path. `split`, `extend` and `truncate` copy
 one edge. Not thread-safe: PrefixCache holds the only lock.
@@ -90,12 +90,12 @@ class Node(Generic[P]):
 
 
 class Match(NamedTuple, Generic[P]):
-    """The longest stored prefix of a sequence, while the tree is not changed.
+    """The longest stored prefix of a sequence; valid until the tree changes.
 
     Attributes:
         node: the deepest node with a matching key; the root if there is none.
         offset: how many keys match; `node.start < offset <= node.end`, or 0 at the root.
-        path: the nodes from just below where the search began, the root or a given node, down to `node`.
+        path: the nodes from below the root, or from below the given `start`, down to `node`.
     """
 
     node: Node[P]
@@ -118,9 +118,9 @@ class RadixTree(Generic[P]):
         return root
 
     def match(self, keys: Keys, namespace: str = "", start: Node[P] | None = None) -> Match[P]:
-        """Find the longest stored prefix of `keys`, which begin with the path to `start`; changes nothing.
+        """Find the longest stored prefix of `keys`. Changes nothing.
 
-        A miss has offset 0.
+        If `start` is given, `keys` must begin with the path to it. A miss has offset 0.
         """
         node = start or self._roots.get(namespace) or Node(_EMPTY, 0, None, namespace)
         offset, length = node.end, len(keys)
@@ -165,7 +165,7 @@ class RadixTree(Generic[P]):
         return child
 
     def append(self, parent: Node[P], keys: Keys) -> Node[P]:
-        """Add a leaf with a copy of `keys` below `parent`, which may be the root of a miss."""
+        """Add a leaf with a copy of `keys` below `parent`, which may be the temporary root that a miss returned."""
         assert len(keys) > 0, "an edge is never empty"
         if parent.parent is None:
             parent = self.root(parent.namespace)
@@ -192,7 +192,7 @@ class RadixTree(Generic[P]):
         leaf.end = at
 
     def remove(self, leaf: Node[P]) -> Node[P]:
-        """Take a leaf out and return its former parent. A namespace goes with its last node."""
+        """Take a leaf out and return its former parent. The last node of a namespace removes the namespace."""
         parent = leaf.parent
         assert parent is not None and not leaf.children, leaf
         del parent.children[leaf.edge.item(0)]
@@ -205,7 +205,7 @@ class RadixTree(Generic[P]):
         return parent
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node[P]]:
-        """All nodes but the roots: parents before children, else in the order they came."""
+        """All nodes except the roots: parents before children, siblings in the order of insertion."""
         for root in self.roots(namespace):
             yield from below(root)
 
@@ -231,7 +231,7 @@ class RadixTree(Generic[P]):
         assert (node_count, key_count) == (self.node_count, self.key_count), (node_count, key_count)
 
     def dump(self, label: Callable[[Node[P]], str] = repr, namespace: str | None = None) -> str:
-        """All trees, or that of one namespace, as text: a line a node, indented by depth up to `MOST_INDENT`."""
+        """All trees, or that of one namespace, as text: one line per node, indented by depth up to `MOST_INDENT`."""
         lines: list[str] = []
         for root in self.roots(namespace):
             lines.append(f"namespace {root.namespace!r}")

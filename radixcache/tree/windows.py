@@ -1,16 +1,16 @@
 """Windows: the keys and values of sliding layers that the nodes of a tree hold, for some of their tokens.
 
     root ──[0, 900)── a ──[900, 1400)── b        checkpoints at 900 and 1,400, a window of 512
-           ....######         ##########         #: stored, [388, 900) and [900, 1400): each token once
+           ....######         ##########         # is a stored token: [388, 900) and [900, 1400)
 
-A resume point needs the last tokens before it. It cannot be used where `lacking` finds a gap in them.
+A resume point needs the last tokens before it. If `lacking` finds a gap in them, no request can resume there.
 
-A checkpoint needs its window's tokens. Of a node, checkpoints need the end of the edge, from where the window of the
-`nearest` checkpoint (the first at its end or below) begins. No checkpoint needs earlier tokens: requests may resume on
-them, and they go first if room is short.
+A checkpoint needs the tokens of its window. `nearest` is the first checkpoint at the end of a node or below. The
+node's tokens before the window of `nearest` are unneeded. Requests may still resume on unneeded tokens, but these are
+dropped first when bytes are short.
 
-Each operation is O(pieces of state in the nodes concerned). Keeping `nearest` right is O(children) of a node without a
-checkpoint, for as many nodes up as it changes.
+Each operation is O(pieces of state in the nodes concerned). `renear` is O(children) for each node up the path whose
+`nearest` changes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from radixcache.layers.sizes import AnyLayout
 from radixcache.ledger import Account
 from radixcache.tree.radix_tree import Node
 
-#: A node of a StateTree, which has a NodeState.
+#: A node of a StateTree; its payload is a NodeState.
 StateNode = Node[Any]
 
 
 class Windows:
-    """State of windows on the nodes of one tree."""
+    """The window tokens on the nodes of one tree."""
 
     def __init__(self, layout: AnyLayout, copied: Callable[..., tuple[Any, ...] | None], account: Account) -> None:
         self._layout, self._copied, self._account = layout, copied, account
@@ -67,7 +67,7 @@ class Windows:
             above = above.parent
             if above is None or above.payload is None or above.payload.checkpoint is not None:
                 return
-            # All children are asked only if the nearest checkpoint went.
+            # Look at all children only if the nearest checkpoint is gone.
             is_gone = before == above.payload.nearest < nearest
             nearest = self._nearest(above) if is_gone else min(nearest, above.payload.nearest)
 
@@ -127,7 +127,7 @@ class Windows:
         return nbytes
 
     def drop_unneeded(self, over: Callable[[], int]) -> bool:
-        """While `over()` is not 0, drop state that no checkpoint needs, least recently used first. True: some went."""
+        """While `over()` is not 0, drop unneeded state, least recently used first. Returns whether any was dropped."""
         dropped = False
         for node in sorted(self._unneeded.values(), key=lambda each: (each.payload.entry.last_used, -each.end)):
             if not over():
