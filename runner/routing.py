@@ -21,9 +21,9 @@ The routers:
                     + PREFILL_WEIGHT times the prefill of the rest of the prompt there
                     + if work waits there: EVENING_WEIGHT times the recent work there above UNEVEN times the mean
 
-With weight 1 the first two terms are TTFT. But prefill also delays later requests and evicts other prefixes: on an hour
-of a chat service with 8 replicas, weight 1 finds 0.81 to 0.87 of all that can be cached and weight 3 finds 0.92 to
-0.94, at the same waiting times (benchmarks/results/routing-parts.json). The third term moves long conversations off a
+With weight 1 the first two terms are TTFT. But prefill also delays later requests and evicts other prefixes. Measured
+on an hour of a chat service with 8 replicas, weight 1 finds 0.81 to 0.87 of what can be cached, and weight 3 0.92 to
+0.94. Waiting times are equal (benchmarks/results/routing-parts.json). The third term moves long conversations off a
 busy replica. Of replicas with equal costs, the one that did less work recently gets the request, then one by a hash.
 
 Invariants:

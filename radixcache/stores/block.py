@@ -47,7 +47,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Identity(NamedTuple):
-    """The model that state belongs to. A request gets only state with its own digest.
+    """The model that state belongs to. A request finds only state with an equal digest.
 
     Attributes:
         digest: of all that the state depends on except the tokens; at most `MAX_DIGEST_BYTES`.

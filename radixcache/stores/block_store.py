@@ -206,7 +206,7 @@ class BlockStore:
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
         """The blocks and checkpoints at these places, in order, each checked by `codec.decode`.
 
-        None: the file is gone or damaged; `match` finds it no longer.
+        None: the file is gone or damaged; `match` will not find it again.
         """
         raise NotImplementedError
 

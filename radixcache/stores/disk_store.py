@@ -7,7 +7,7 @@
   S2  The files take at most `budget_bytes`, plus one block for each process that writes. The block that no process has
       used for the longest time is evicted first, but never before the blocks that follow it.
   S3  Two methods wait for the disk: `read`, and `match` for the heads of files that other processes have added.
-  S4  If a write fails, writing stops. The store logs this once, and goes on reading. No method raises for a disk error.
+  S4  After a disk error in a write, the store stops writing, logs this once, and still reads. No method raises for it.
 
 Several processes may use one folder. Each looks for files of the others before a match or a write. It notices that
 a file was evicted when it reads or evicts that file. Methods may be called from any thread. Never imports MLX.
@@ -113,7 +113,7 @@ class DiskStore(BudgetedStore):
             except Damaged as wrong:
                 self._discard(place, wrong)
             except FileNotFoundError:
-                pass  # evicted meanwhile
+                pass  # another process has just evicted it
             except OSError:
                 self._tally.add(read_errors=1)
         with self._lock:

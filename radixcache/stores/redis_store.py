@@ -20,7 +20,7 @@ Values are not encrypted. The 1 in "radixcache1" is the version of the codec.
   V2  A request waits at most 3 * `timeout_s` for a lookup, and `timeout_s` plus 1 s for each 16 MiB for reading.
       After a failure the server is not asked for a time, so later requests do not wait. No caller waits for writing.
   V3  For a prompt, the index holds what the server said in the last lookup. It has at most `KNOWN_BLOCKS`.
-  V4  Keys are computed from the prompt, and the key of the last block from its `tokens`. Other values are not used.
+  V4  Keys are computed from the prompt, and the last block's from its `tokens`. If its name differs, it is not used.
   V5  A used block and its landmarks are renewed when a quarter of `ttl_s` has passed, so they do not expire.
   V6  Landmarks are written with their block, and again if it is stored already: the server may have evicted them.
 

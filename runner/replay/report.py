@@ -1,8 +1,8 @@
 """The result of a replay: a table, a sentence and a picture for people, JSON for programs. Never imports MLX.
 
 For one user at a time the run of `none` is the reference: an answer of another cache counts as equal if its output
-tokens are the same. For several users at a time the replay itself lists the answers that differ, since the number of
-rows in a forward pass changes the rounding.
+tokens are the same. For several users at a time, the replay lists the answers that differ: the number of rows in a
+forward pass changes the rounding.
 """
 
 from __future__ import annotations

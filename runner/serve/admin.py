@@ -202,7 +202,7 @@ class PromptBody(Checked):
 
 
 def request_to_explain(body: dict[str, Any], options: ServeOptions) -> tuple[Request, list[int]]:
-    """The Request in a body of any API, and its tokens; empty: the body has text. ApiError: a field is wrong."""
+    """The Request in a body of any API, and its tokens if the body has tokens, not text. ApiError: a field is wrong."""
     namespace = body.pop("namespace", None)
     if not isinstance(namespace, str | None):
         raise ApiError(400, "wanted a string.", param="namespace")
@@ -337,7 +337,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
 def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memory: ResponseMemory) -> APIRouter:
     router = APIRouter()
 
-    # The body is read here: clients that send a file with a request often leave out its type.
+    # The body is not read by FastAPI: clients that send a file as the body often give no content type.
     @router.post(EXPLAIN, openapi_extra=body_schema(PromptBody, EXPLAIN))
     async def explain(http_request: HttpRequest) -> Response:
         owner = str(getattr(getattr(http_request.state, "tenant", None), "name", ""))

@@ -243,7 +243,7 @@ def _as_unauthorized(send: Send) -> Send:
 
 
 class BodyLimit:
-    """Passes a request to `app` when its body is complete; the client may leave before. ApiError: a body is too large.
+    """Passes a request to `app` when its body is complete, if the client is still there. ApiError: too many bytes.
 
     A route calls `request.state.hold` to count stored bytes that the request continues, as if they were in the body.
     """

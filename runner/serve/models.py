@@ -3,8 +3,8 @@
     names of a request ──▶ key ──▶ weights       one model at a time, as in mlx_lm.server
                            └──▶ PrefixCache   one for each model, with one budget for all; kept when a model is unloaded
 
-A model that is loaded again has its prefixes, unless they were evicted, its files have changed, or more than
-MOST_OTHER_CACHES other models were used since. All spellings of a model's name give one key.
+A model that is loaded again has its prefixes, except if they were evicted or its files have changed. MOST_OTHER_CACHES
+limits how many models keep a cache. All spellings of a model's name give one key.
 
 A warm file (`read_warm_file`) names system prompts and conversations to prefill and pin at start:
 
@@ -13,7 +13,7 @@ A warm file (`read_warm_file`) names system prompts and conversations to prefill
     {"name": "onboarding", "messages": [{"role": "system", "content": "..."}, {"role": "user", "content": "..."}]}
 
 A .jsonl file has one entry per line; any other file is JSON, with one entry or a list. `name` is the name of the pin
-(default "warm-1" and so on). With `namespace`, only its requests find the prefix; --namespace-by key: a key's name.
+(default "warm-1" and so on). Only requests of `namespace` find it; with --namespace-by key, that is a key's name.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ r"""ReplyReader: splits what a model writes into text, reasoning and tool calls,
 Calls in tags are read here, all others with mlx-lm's parser.
 
 In the forms with tags, each argument has its own tags, and only the schema shows whether it is a text or JSON. mlx-lm's
-parsers of these forms strip texts, read `yes` as false and `null` as None, and lose a call if an integer argument is
-not an integer. Here:
+parsers of these forms strip texts and read `yes` as false and `null` as None. They lose a call if an integer argument
+is not an integer. Here:
 
   TC1  A value that a chat template wrote between tags is read as this value, if the schema allows its type. If the
        schema allows texts and other types, a text that looks like a value of another type is read as that value.

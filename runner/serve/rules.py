@@ -318,7 +318,7 @@ def texts_of(schema: Any, root: Any, known: dict[int, tuple[Text, ...]], hops: i
     node, found = resolve(schema, root), dict[Text, None]()
     if (result := known.get(id(node))) is not None or hops > MAX_HOPS:
         return result or ()
-    known[id(node)] = ()  # inside itself, a schema adds no texts
+    known[id(node)] = ()  # if the schema refers to itself, that reference adds no texts
     branches = [each for name in ("anyOf", "oneOf", "allOf") for each in node.get(name) or ()]
     if "const" in node or "enum" in node:
         found.update((each, None) for each in (node.get("enum") or [node.get("const")]) if isinstance(each, str))

@@ -227,7 +227,7 @@ class _Restatement:
     def _parted(self, node: Mapping[str, Any]) -> list[Any]:
         """The branches of `oneOf`, if no value can match two; else none. Some branches get a required property.
 
-        Branches may differ only in an optional property. A value without it matches all of them, so it is required.
+        Branches may differ only in an optional property. A value without it may match all, so it becomes required.
         """
         branches = _list(node, "oneOf")
         required: list[set[str]] = [set() for _ in branches]
@@ -332,7 +332,7 @@ def kinds_of(schema: Any, root: Any, known: dict[int, frozenset[str]] | None = N
     node, found = resolve(schema, root), frozenset(KINDS.values())
     if (result := known.get(id(node), found if hops == MAX_HOPS else None)) is not None:
         return result
-    known[id(node)] = found  # inside itself, a schema allows all types
+    known[id(node)] = found  # if the schema refers to itself, that reference allows all types
     if "const" in node or isinstance(node.get("enum"), list):
         found = frozenset(KINDS[type(value)] for value in ([node["const"]] if "const" in node else node["enum"]))
     for name in ("anyOf", "oneOf"):
@@ -381,7 +381,7 @@ class ArgumentSchema(NamedTuple):
 
 
 def argument_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, ArgumentSchema]]:
-    """By the names of functions, then of arguments."""
+    """The schemas of arguments, by the name of the function, then of the argument."""
     found: dict[str, dict[str, ArgumentSchema]] = {}
     for function in (tool["function"] for tool in tools):
         root = function.get("parameters")

@@ -66,7 +66,7 @@ def parts_of(trace: Trace, capacity_blocks: int) -> int:
 
 
 def samples_of(trace: Trace, parts: int, *, seed: int = 0) -> list[Trace]:
-    """SAMPLES samples, each the first SAMPLE_REFS of a part. If there are fewer parts, also the next of each part."""
+    """SAMPLES samples: the first SAMPLE_REFS references of each part; with fewer parts, also the next of a part."""
     inference = TurnInference(trace.block_tokens)
     drawn: dict[int, list[int]] = defaultdict(list)
     for index, request in enumerate(trace.requests):
