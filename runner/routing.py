@@ -1,11 +1,11 @@
-"""Where a request goes: what is known of each replica, and the decision. A server and a simulation both use it.
+"""Routing: what is known of each replica, and which replica gets a request. A server and a simulation both use it.
 
     choose(ask) ──► Choice ──► send(request, choice) ──► end(request)            for each request
     tell(replica, added, removed), forget(replica), rates.prefilled(...), rates.decoded(...)     for each replica
 
-`choose` changes only the state of a router that draws or counts. `send` books the work and the prompt's digests, so the
-next request with this prefix goes there too. A digest of 64 bits stands for the model, the namespace and the whole
-prefix up to a block border; a wrong one costs one miss.
+`choose` changes only the state of a random or round-robin router. `send` notes the work and the prompt's digests at the
+replica, so that a next request with this prefix finds it there. A digest of 64 bits stands for the model, the namespace
+and the whole prefix up to a block border. A wrong digest costs one miss.
 
     root_digest(model, namespace) ── digest of [0, 256) ── digest of [0, 512) ── ...
 
@@ -19,23 +19,23 @@ The routers:
 
                       work that waits there
                     + PREFILL_WEIGHT times the prefill of the rest of the prompt there
-                    + if work waits there: EVENING_WEIGHT times the recent work there beyond UNEVEN times the mean
+                    + if work waits there: EVENING_WEIGHT times the recent work there above UNEVEN times the mean
 
-With weight 1 the first two terms are TTFT. But prefill also delays later requests and evicts other prefixes: on an hour
-of a chat service with 8 replicas, weight 1 finds 0.81 to 0.87 of all that can be cached and weight 3 finds 0.92 to
-0.94, at the same waiting times (benchmarks/results/routing-parts.json). The third term moves long conversations off a
-busy replica. Ties go to the replica with the least recent work, then by a hash.
+With weight 1 the first two terms are TTFT. But prefill also delays later requests and evicts other prefixes. Measured
+on an hour of a chat service with 8 replicas, weight 1 finds 0.81 to 0.87 of what can be cached, and weight 3 0.92 to
+0.94. Waiting times are equal (benchmarks/results/routing-parts.json). The third term moves long conversations off a
+busy replica. Of replicas with equal costs, the one that did less work recently gets the request, then one by a hash.
 
 Invariants:
 
   DP1  A request is open at one replica at most.
   DP2  A forgotten replica has no digests and no open requests; `join` makes it known again.
-  BA1  `waiting_s` and `recent_s` are 0 or more; `waiting_s` is 0 where nothing is open.
-  DI1  A replica has `max_digests` at most. The oldest go first; `send` and `tell` make digests the newest.
-  DI2  Of digests that came together, the deepest is the oldest: a prefix loses its end first.
+  BA1  `waiting_s` and `recent_s` are 0 or more; `waiting_s` is 0 if no request is open.
+  DI1  A replica has at most `max_digests`. The oldest are removed first; `send` and `tell` make digests the newest.
+  DI2  Of digests that were added together, that of the longest prefix is the oldest. So a prefix loses its end first.
 
-Time is an argument, in seconds since any moment, and the only randomness is a router's seed. A choice takes
-O(replicas x blocks). Not thread-safe, never MLX.
+Time is an argument, in seconds from any start. The only randomness is the seed of a router. A choice takes
+O(replicas x blocks). Not thread-safe. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK_TOKENS = 256  # tokens from one block border to the next
+BLOCK_TOKENS = 256  # of one block
 DIGEST_BYTES = 8
 MAX_DIGESTS = 65_536  # of one replica: 16 million tokens, in about 20 MB
-HALF_LIFE_S = 3600.0  # recent work counts for half after this time
-HALF_LIFE = 32  # measurements after which an old one counts for half
+HALF_LIFE_S = 3600.0  # after this time, recent work has half the weight
+HALF_LIFE = 32  # after so many measurements, an old one has half the weight
 HASH_BLOCKS = 4  # the first blocks of a prompt, for `hash`: more than a common system prompt has
 PREFILL_WEIGHT = 3.0
 UNEVEN, EVENING_WEIGHT = 1.1, 2.0
@@ -75,12 +75,12 @@ class Coefficients(NamedTuple):
         return prefill_tokens * self.prefill_s + output_tokens * self.decode_s
 
 
-#: Before the first measurement: about those of a model of 8 billion parameters on a laptop.
+#: Values before the first measurement: roughly those of a model of 8 billion parameters on a laptop.
 FIRST = Coefficients(prefill_s=1e-3, decode_s=2.5e-2, output_tokens=256.0)
 
 
 class RoutingRates:
-    """Measured coefficients. ValueError: a first one is negative or not a number."""
+    """Measured coefficients. ValueError: a value of `first` is negative or not a number."""
 
     def __init__(self, first: Coefficients = FIRST) -> None:
         if not all(0 <= each < float("inf") for each in first):
@@ -88,11 +88,11 @@ class RoutingRates:
         self._prefill, self._decode, self._replies = (_Ratio(each) for each in first)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Learn from a prefill, whose seconds are without waiting."""
+        """Learn from a prefill; `seconds` are without waiting."""
         self._prefill.add(seconds, tokens)
 
     def decoded(self, tokens: int, seconds: float) -> None:
-        """Learn from a reply, whose seconds are without prefill."""
+        """Learn from a reply; `seconds` are without prefill."""
         self._decode.add(seconds, tokens)
         self._replies.add(tokens, 1)
 
@@ -102,7 +102,7 @@ class RoutingRates:
 
 
 class _Ratio:
-    """Two sums, one over the other. Both are halved every `HALF_LIFE` measurements."""
+    """The quotient of two sums. Both sums are halved every `HALF_LIFE` measurements."""
 
     _DECAY = 0.5 ** (1 / HALF_LIFE)
 
@@ -122,7 +122,7 @@ class Ask(NamedTuple):
 
     digests: Sequence[int]  # of its prompt, at the block borders
     tokens: int
-    session: str = ""  # tells conversations apart, if it is known
+    session: str = ""  # names the conversation, if it is known
 
 
 class View(NamedTuple):
@@ -130,11 +130,11 @@ class View(NamedTuple):
 
     replica: str
     waiting_s: float  # work that it has to do first
-    matched_tokens: int  # of the prompt, that it probably has
+    matched_tokens: int  # tokens of the prompt that it probably has
     recent_s: float  # its recent work
 
 
-#: Chooses a replica. There is at least one view, and the order of views is any.
+#: Chooses a replica. There is at least one view; the order of views has no meaning.
 Router = Callable[[Ask, Sequence[View], Coefficients], View]
 
 
@@ -174,7 +174,7 @@ def prefix_router(
     return choose
 
 
-#: Each is made from a seed.
+#: Functions that make a router from a seed, by the router's name.
 ROUTERS: dict[str, Callable[[int], Router]] = {
     "random": random_router,
     "round-robin": round_robin_router,
@@ -198,7 +198,7 @@ def weighed_s(
     prefill_weight: float = PREFILL_WEIGHT,
     evening_weight: float = EVENING_WEIGHT,
 ) -> float:
-    """The cost of a replica for `prefix`, in seconds. `even_s` is the recent work that is not too much."""
+    """The cost of a replica for `prefix`, in seconds. Recent work up to `even_s` adds no cost."""
     prefill_s = coefficients.prefill_s * max(0, ask.tokens - view.matched_tokens)
     uneven_s = max(0.0, view.recent_s - even_s) if view.waiting_s > 0 else 0.0
     return view.waiting_s + prefill_weight * prefill_s + evening_weight * uneven_s
@@ -216,13 +216,13 @@ def _hash(seed: int, what: str, replica: str) -> int:
 class Choice(NamedTuple):
     replica: str
     ask: Ask
-    matched_tokens: int  # of its prompt, that the replica probably has
+    matched_tokens: int  # tokens of the prompt that the replica probably has
     waiting_s: float  # work that the replica has to do first
-    work_s: float  # of the request
+    work_s: float  # expected work of this request
 
 
 class Dispatcher:
-    """Sends requests to replicas. `rates` hold for all replicas; the caller updates them by what it measures."""
+    """Sends requests to replicas. `rates` are for all replicas; the caller updates them with measured times."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class Dispatcher:
         return sorted(self._backlogs)
 
     def join(self, replica: str) -> None:
-        """Make a replica known, with the mean recent work of all; a known one stays as it is."""
+        """Make a replica known, with the mean recent work of all. A replica that is known already does not change."""
         if replica not in self._backlogs:
             recent_s = [backlog.recent_s(self._now_s) for backlog in self._backlogs.values()]
             self._backlogs[replica] = Backlog(fmean(recent_s) if recent_s else 0.0, self._now_s)
@@ -262,7 +262,7 @@ class Dispatcher:
         self.directory.add(replica, added)
 
     def views(self, ask: Ask, now_s: float, among: Iterable[str] | None = None) -> list[View]:
-        """What is known of the replicas for a request; `among`: of these alone, which join if they are new."""
+        """What is known of the replicas for a request. `among`: only of these replicas; new ones join."""
         self._now_s = max(now_s, self._now_s)
         for replica in among or ():
             self.join(replica)
@@ -288,7 +288,7 @@ class Dispatcher:
         return Choice(view.replica, ask, view.matched_tokens, view.waiting_s, work_s)
 
     def send(self, request: Hashable, choice: Choice, now_s: float) -> None:
-        """Book a request at the chosen replica. ValueError: it is open already."""
+        """Note that a request is open at the chosen replica. ValueError: the request is open already."""
         if request in self._open:
             raise ValueError(f"request {request!r} was sent to {self._open[request]}, and has not ended.")
         self.join(choice.replica)
@@ -297,7 +297,7 @@ class Dispatcher:
         self.directory.add(choice.replica, choice.ask.digests)
 
     def end(self, request: Hashable, now_s: float, work_s: float | None = None) -> None:
-        """End a request, which took `work_s`, or as long as expected; a request that is not open is ignored."""
+        """End a request that took `work_s` (None: as expected). A request that is not open is ignored."""
         replica = self._open.pop(request, None)
         if replica is not None:
             self._backlogs[replica].end(request, now_s, work_s)
@@ -312,9 +312,9 @@ class Dispatcher:
 class Backlog:
     """The open requests of one replica, in the order they were sent, and the seconds of its work. All in O(1).
 
-    The replica is assumed to serve one request after the other. The first one has been served since `_began_s`, and
-    only the rest of its work waits. If several are served together, the sum is right and the progress of the first is a
-    guess. A request that takes longer than expected counts for 0.
+    The replica is assumed to serve one request after the other. The first request has run since `_began_s`, and only
+    the rest of its work waits; the rest is 0 if it takes longer than expected. If the replica runs several requests
+    together, the sum is right, but the progress of the first is a guess.
     """
 
     def __init__(self, recent_s: float = 0.0, now_s: float = 0.0) -> None:
@@ -370,7 +370,7 @@ class Directory:
         self._digests: dict[str, OrderedDict[int, None]] = {}
 
     def add(self, replica: str, digests: Sequence[int]) -> None:
-        """Add digests; those of one prompt have the shorter prefix first."""
+        """Add the digests of a prompt, in the order of its blocks."""
         known = self._digests.setdefault(replica, OrderedDict())
         for digest in reversed(digests):
             known[digest] = None
@@ -401,13 +401,13 @@ class Directory:
 
 
 def root_digest(model: str, namespace: str = "", secret: bytes = b"") -> int:
-    """The digest before a prompt's first block. Without the secret, of 64 bytes at most, nobody can compute it."""
+    """The digest that precedes a prompt's first block. Only with `secret`, at most 64 bytes, can it be computed."""
     inner = blake2b(model.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route model").digest()
     return _number(blake2b(inner + namespace.encode(), digest_size=DIGEST_BYTES, key=secret, person=b"rc route root"))
 
 
 def chain_digests(tokens: NDArray[np.integer], root: int, block_tokens: int = BLOCK_TOKENS) -> list[int]:
-    """The digests at the block borders of `tokens` (T,), which begin at the root or at a border with this digest."""
+    """The digests at the block borders of `tokens` (T,). `root`: the digest at the border where the tokens begin."""
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}; wanted at least 1.")
     step = 8 * block_tokens

@@ -1,1 +1,1 @@
-"""State on disk: blocks of tokens in a folder, found again by what they are made of. Never imports MLX."""
+"""Stores: state in blocks, on disk or in Redis, found by the tokens that it belongs to. Never imports MLX."""

@@ -1,13 +1,13 @@
-"""Block: the state of up to 512 tokens, or a checkpoint at its end, as named buffers of bytes. Never imports MLX.
+"""Block: the state of up to 512 tokens, or the checkpoint after the last one, as named buffers. Never imports MLX.
 
-The key of a block is a 128-bit BLAKE2b digest over the key before it, its tokens, and where it begins there.
+The key of a block is a 128-bit BLAKE2b digest of its parent's key, its tokens, its `grid` and its `cut` (see `Head`).
 
     root_key(identity, namespace) ── block_key ── block_key ── ...
                                         └── block_key ── ...
 
-Equal keys mean equal identity, namespace and whole prefix. So equal prefixes are stored once, and no change of the tree
-in memory changes a stored key. Whoever guesses the tokens can tell from a key that they are stored. Files hold them in
-plain text.
+Blocks with equal keys have equal identity, namespace and prefix. So a prefix is stored once, and keys do not depend on
+the tree in memory. A person who guesses all tokens can compute the key and see that they are stored. Files hold the
+tokens unencrypted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from radixcache.tokens import Keys, require_namespace
 
 KEY_BYTES = 16
 MAX_DIGEST_BYTES = 64
-#: Tokens of a block at most.
+#: The most tokens of a block.
 BLOCK_TOKENS = 512
 
 #: "block": state that can be cut at any token; "checkpoint": state that is valid only at the last token of the block.
 Kind = Literal["block", "checkpoint"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-#: What names one stored file or value.
+#: Identifies one stored file, or one value in Redis.
 Place = tuple[bytes, Kind]
 
-#: By MLX's name of a dtype: its name in safetensors, and the bytes of an element.
+#: For each dtype name of MLX: the name in safetensors, and bytes per element.
 DTYPES: dict[str, tuple[str, int]] = {
     "bool": ("BOOL", 1), "uint8": ("U8", 1), "uint16": ("U16", 2), "uint32": ("U32", 4), "uint64": ("U64", 8),
     "int8": ("I8", 1), "int16": ("I16", 2), "int32": ("I32", 4), "int64": ("I64", 8), "float16": ("F16", 2),
@@ -47,11 +47,11 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Identity(NamedTuple):
-    """What state belongs to: states of different digests never meet.
+    """The model that state belongs to. A request finds only state with an equal digest.
 
     Attributes:
-        digest: of all that a state depends on besides its tokens, at most `MAX_DIGEST_BYTES`.
-        model: a name for people; nothing depends on it.
+        digest: of all that the state depends on except the tokens; at most `MAX_DIGEST_BYTES`.
+        model: a name for people to read; no key depends on it.
     """
 
     digest: bytes
@@ -59,7 +59,7 @@ class Identity(NamedTuple):
 
 
 def root_key(identity: Identity, namespace: str) -> bytes:
-    """The key that the first block of a sequence follows."""
+    """The parent key of the first block of a sequence."""
     inner = blake2b(identity.digest, digest_size=KEY_BYTES, person=b"rc identity").digest()
     return blake2b(inner + namespace.encode(), digest_size=KEY_BYTES, person=b"rc root").digest()
 
@@ -74,7 +74,7 @@ class Buffer:
     """An array as raw bytes.
 
     Attributes:
-        data: anything with the buffer protocol: C-contiguous, little-endian, never changed again.
+        data: an object with the buffer protocol, C-contiguous and little-endian. It must not change.
         dtype, shape: a name of `DTYPES`; () for a single number.
 
     Raises:
@@ -105,11 +105,11 @@ class Head:
     """The description of a stored file.
 
     Attributes:
-        parent: key of the block before it; `root_key(identity, namespace)` for the first block.
-        start: offset of its first token.
-        tokens: keys of its tokens, 1 to `BLOCK_TOKENS`, int64.
-        grid: step size of the prefill that made it, if that was cut only at multiples of it; else 0.
-        cut: how many tokens of the parent come before it; 0: all. So a block can continue from inside its parent.
+        parent: key of the block before this one; `root_key(identity, namespace)` for the first block.
+        start: offset of the first token.
+        tokens: keys of the tokens, 1 to `BLOCK_TOKENS`, int64.
+        grid: step size of the prefill that made the state, if prefill ran in multiples of the step size only; else 0.
+        cut: this block follows so many tokens of its parent; 0: all. So a block can begin inside its parent.
 
     Raises:
         ValueError: a value is out of range.
@@ -138,7 +138,7 @@ class Head:
 
     @cached_property
     def key(self) -> bytes:
-        """A checkpoint has the key of the block that it ends."""
+        """The key of the block; its checkpoint has the same key."""
         return block_key(self.parent, self.tokens, self.grid, self.cut)
 
     @property
@@ -161,7 +161,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A head and its state: of all span layers, or of the layers that need a checkpoint."""
+    """A head and its state: that of all span layers (kind "block"), or of all layers that need a checkpoint."""
 
     head: Head
     buffers: Mapping[str, Buffer]

@@ -1,13 +1,13 @@
-"""BlockStore: what every store of blocks does. Disk, Redis and sizes are its backends.
+"""BlockStore: lookup, write queue and counts of all stores. DiskStore, RedisStore and SizedStore are its backends.
 
     match ──► _look_up (backend) ──► index ──► links         put ──► queue ──► one thread: encode ──► _write (backend)
 
-  W1  A block is written only if it is not stored and the block before it is, so every stored block can be reached.
-  W2  Nothing is evicted for a block that is then not written, unless the disk fails.
-  W3  The lock is held only for work in memory. A "file" here is a value in Redis.
-  B1  The queue writes blocks in the order of `offer`, so each block follows the blocks before it in its chain.
-  B2  At most `limit_bytes` wait, or one larger block; further blocks are dropped, and no caller waits.
-  B3  A block that waits is not taken a second time.
+  W1  A block is written only if it is not stored yet and the block before it is stored. So a match can reach it.
+  W2  Blocks are evicted only for a block that is then written, unless the disk fails.
+  W3  The lock is held only for work in memory. For RedisStore, a "file" is a value in Redis.
+  B1  The queue writes blocks in the order of `offer`, so the blocks before a block are written first.
+  B2  At most `limit_bytes` of state wait, or one larger block. Further blocks are dropped; no caller waits.
+  B3  A block that waits is not queued a second time.
 
 Methods may be called from any thread. Never imports MLX.
 """
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 #: What a cache writes: state that it evicts; state used a second time; all state of a request that closes.
 WriteOn = Literal["eviction", "second_use", "close"]
 WRITE_ON: tuple[WriteOn, ...] = get_args(WriteOn)
-#: Blocks that are read ahead at the same time.
+#: How many blocks are read at the same time.
 READERS = 2
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counts since a store was opened, and what there is now, as far as this process knows."""
+    """Counters since the store was opened, and current values, as far as this process knows."""
 
     blocks: int = gauge("files", "Files of blocks.")
     checkpoints: int = gauge("files", "Files of checkpoints.")
@@ -66,7 +66,7 @@ class StoreStats:
 
 
 class WriteQueue:
-    """Calls `write` for each block, in a thread that starts with the first block; holds their state until then."""
+    """Calls `write` for each block in one thread. Holds the state of a block until the block is written."""
 
     def __init__(self, write: Callable[[Block], None], limit_bytes: int) -> None:
         self._write, self._limit_bytes = write, limit_bytes
@@ -92,7 +92,7 @@ class WriteQueue:
                     return False
                 self._waiting[place] = self._thread.submit(self._write_next, block), block.nbytes
                 self.waiting_bytes += block.nbytes
-        except RuntimeError:  # the interpreter is about to end, and starts no thread
+        except RuntimeError:  # the interpreter is about to exit and starts no thread: write here
             self._write(block)
         return True
 
@@ -102,7 +102,7 @@ class WriteQueue:
         return not wait(writes, timeout_s).not_done
 
     def close(self, timeout_s: float | None) -> bool:
-        """Flush, drop the rest and end the thread; False: the thread is still writing its last block."""
+        """Flush, drop the blocks that still wait and end the thread; False: the thread is still writing a block."""
         self._is_closed = True
         is_written = self.flush(timeout_s)
         with self._lock:
@@ -146,12 +146,12 @@ class BlockStore:
 
     Attributes:
         write_on: when a cache writes; the cache acts on it.
-        budget_bytes: of all files; 0: no limit.
+        budget_bytes: the most that all files may take; 0: no limit.
     """
 
     tiers: tuple[str, ...] = ("disk",)
     takes_cuts = True
-    #: Why blocks are dropped while `_stopped`.
+    #: The reason to count for a block that is dropped while `_stopped`.
     stopped_words = "writing has stopped"
 
     def __init__(
@@ -176,8 +176,8 @@ class BlockStore:
         """The longest chain of stored blocks that these tokens (int64 keys) begin with; empty: none matches.
 
         Args:
-            grid: only blocks of prefills with this step size that were cut nowhere else; 0: any.
-            at_checkpoints: the longest chain up to a checkpoint, for models that resume only there.
+            grid: only blocks with this `Head.grid`; 0: any.
+            at_checkpoints: end the chain at a checkpoint, for models that resume only at checkpoints.
         """
         if not self._look_up(identity, namespace, tokens, grid):
             return []
@@ -187,9 +187,9 @@ class BlockStore:
     def known(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, is_whole: bool = False
     ) -> list[Link]:
-        """As `match`, with blocks that wait to be written, and without looking for blocks of other processes.
+        """Like `match`, but include blocks that wait to be written, and do not look for blocks of other processes.
 
-        `is_whole`: only blocks with all of their tokens.
+        `is_whole`: only blocks whose tokens all match.
         """
         with self._lock:
             return self._index.match(root_key(identity, namespace), tokens, grid, least_bytes=0, is_whole=is_whole)
@@ -200,24 +200,24 @@ class BlockStore:
             return self._index.file_bytes(key, kind)
 
     def holds(self, key: bytes, kind: Kind = "block") -> bool:
-        """Whether this is stored, or waits to be written."""
+        """Whether this block or checkpoint is stored or waits to be written."""
         return (key, kind) in self._queue or self.file_bytes(key, kind) > 0
 
     def read(self, wanted: Sequence[Place]) -> Iterator[Block | None]:
-        """The state of these keys, in order, each checked by `codec.decode`.
+        """The blocks and checkpoints at these places, in order, each checked by `codec.decode`.
 
-        None: the file is gone or damaged; then `match` no longer finds it.
+        None: the file is gone or damaged; `match` will not find it again.
         """
         raise NotImplementedError
 
     def accepts(self, nbytes: int) -> bool:
-        """Whether a `put` of this many bytes of state would be taken now."""
+        """Whether `put` would accept a block with this many bytes of state now."""
         raise NotImplementedError
 
     def put(self, block: Block) -> bool:
-        """Have a block written later; False: it is stored already, or dropped, and `stats` counts why.
+        """Queue a block to be written; False: `holds` it already, or it is dropped, and `stats` counts why.
 
-        Put the block before it first, or it is not written. Its buffers must not change.
+        Put the block before it first; else this block is not written. The buffers must not change.
         """
         if self.holds(*block.head.place):
             return False
@@ -234,7 +234,7 @@ class BlockStore:
         self._delete(gone)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every block that was put is written or dropped; False: the time is over."""
+        """Wait until every block that was put is written or dropped; False: that takes longer than `timeout_s`."""
         return self._queue.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -251,7 +251,7 @@ class BlockStore:
 
     @property
     def stats(self) -> StoreStats:
-        """Counts since the store was opened, and what there is now."""
+        """Counters since the store was opened, and current values."""
         with self._lock:
             blocks, checkpoints = self._index.count("block"), self._index.count("checkpoint")
             held = (blocks, checkpoints, self._index.nbytes, self.budget_bytes)
@@ -280,7 +280,7 @@ class BlockStore:
         raise NotImplementedError
 
     def _take(self, block: Block) -> str:
-        """Returns "", or why the block is dropped."""
+        """Queue a block; returns "", or why it is dropped."""
         self._add(block.head, 0, 0)
         if self._queue.offer(block):
             return ""
@@ -314,7 +314,7 @@ class BlockStore:
 
 
 class BudgetedStore(BlockStore):
-    """Evicts the least recently used block, and no block before the blocks that follow it."""
+    """Evicts the least recently used block first, but never before the blocks that follow it."""
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Note a use of these blocks and of the blocks before them."""
@@ -380,5 +380,5 @@ class BudgetedStore(BlockStore):
         """Record a use where other processes see it."""
 
     def _last_use_ns(self, key: bytes) -> int:
-        """The last use of a block by any process, if it is known."""
+        """The last use of a block by any process; 0: not known."""
         return 0

@@ -1,4 +1,4 @@
-"""The bytes of a stored block: a safetensors file. Its first tensor is the tokens, its last one a checksum.
+"""Codec: the bytes of a stored block, a safetensors file. The first tensor is the tokens, the last one the checksum.
 
     8 bytes    length of the JSON
     JSON       {"__metadata__": {format, version, kind, key, parent, ...}, "tokens": ..., "state.NAME": ..., ...}
@@ -6,12 +6,12 @@
     state.*    raw bytes, larger elements first, then by name
     checksum   16 bytes over all before it: CRC-32, or keyed BLAKE2b
 
-  K1  A block has one encoding: what decodes gives the same bytes when it is encoded again.
+  K1  A block has one encoding: bytes that decode to a block are the bytes that `encode` makes of it.
   K2  Wrong bytes raise `Damaged` and nothing else. No size is trusted before it agrees with the size of the file.
-  K3  The head is read without the state, and proves itself: its key is the digest of its parent and its tokens.
-  K4  Only `decode` makes a block from bytes of a disk or of Redis. It checks the checksum and the key.
+  K3  The head can be read without the state, and is checked: its key must be the digest of its parent and tokens.
+  K4  Only `decode` makes a block from stored bytes. It checks the checksum and the key.
 
-A CRC-32 finds accidents only. A keyed checksum also proves that the writer had the secret.
+A CRC-32 finds accidental damage only. A keyed checksum also proves that the writer had the secret.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from radixcache.stores.block import BLOCK_TOKENS, DTYPES, Block, Buffer, Head, I
 
 FORMAT, VERSION = "radixcache-block", "1"
 CHECKSUM_BYTES = 16
-#: Bytes of the JSON at most; some 100 a buffer.
+#: The most bytes of the JSON; a buffer takes about 100.
 MAX_JSON_BYTES = 1 << 20
 
 _START = b'{"__metadata__":'
 _DTYPE_OF = {theirs: ours for ours, (theirs, _) in DTYPES.items()}
-#: What JSON and numbers from elsewhere may raise.
+#: What may be raised while the JSON and numbers of a damaged file are read.
 _WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
@@ -43,7 +43,7 @@ class Damaged(Exception):  # noqa: N818  says what is wrong with a file, and nev
 
 
 class Checksum:
-    """CRC-32, or with a secret keyed BLAKE2b, of the parts added, up to `limit_bytes` in all."""
+    """CRC-32, or with a secret a keyed BLAKE2b, of the first `limit_bytes` of all parts that are added."""
 
     def __init__(self, secret: bytes | None, limit_bytes: int | None = None) -> None:
         self._left_bytes = limit_bytes
@@ -75,7 +75,7 @@ def encode(block: Block, secret: bytes | None = None) -> list[Any]:
 
 
 def head_bytes(data: memoryview) -> int:
-    """How many of the first bytes of a file are enough to decode its head. Damaged: it does not begin like a block."""
+    """How many bytes `decode_head` needs of a file that begins with `data`. Damaged: it is not a stored block."""
     json_bytes = int.from_bytes(data[:8], "little")
     if json_bytes > MAX_JSON_BYTES or data[8 : 8 + len(_START)] != _START:
         raise Damaged("it is not a stored block")
@@ -83,9 +83,9 @@ def head_bytes(data: memoryview) -> int:
 
 
 def decode_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
-    """The head of a file of `file_bytes` that begins with `data`, and how many bytes come before the state.
+    """The head of a file with `file_bytes` that begins with `data`, and the offset of the state in the file.
 
-    Damaged: it is no head, or `data` ends before its tokens do.
+    Damaged: `data` holds no head, or not all tokens.
     """
     first = head_bytes(data) - 8 * BLOCK_TOKENS
     try:
@@ -117,11 +117,11 @@ def decode_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
 def decode(
     data: memoryview, secret: bytes | None = None, checksum: bytes | None = None, place: Place | None = None
 ) -> Block:
-    """The block that a whole file holds; its buffers are views of `data`. Damaged: it is not what was written.
+    """The block in the bytes of a whole file; its buffers are views of `data`. Damaged: the file is wrong.
 
     Args:
-        checksum: of all bytes before the stored one, if it was computed while reading.
-        place: the key and kind that were asked for; None: any.
+        checksum: of all bytes before the stored checksum, if the caller computed it while reading.
+        place: the key and kind that the block must have; None: any.
     """
     head, end = decode_head(data, len(data))
     if not compare_digest(checksum or _checksum([data[:-CHECKSUM_BYTES]], secret), data[-CHECKSUM_BYTES:]):
@@ -145,7 +145,7 @@ def decode(
 
 
 def _opening(head: Head, shapes: Shapes) -> bytes:
-    """All bytes before the tokens."""
+    """The length and the JSON: all bytes before the tokens."""
     tensors: dict[str, Any] = {}
     end = 0
     state = {f"state.{name}": shapes[name] for name in _order(shapes)}
@@ -177,7 +177,7 @@ def _opening(head: Head, shapes: Shapes) -> bytes:
 
 
 def _order(shapes: Shapes) -> list[str]:
-    """Names with the largest elements first, so that each starts at a multiple of its size."""
+    """Names with the largest elements first, so that each buffer starts at a multiple of its element size."""
     return sorted(shapes, key=lambda name: (-DTYPES[shapes[name][0]][1], name))
 
 

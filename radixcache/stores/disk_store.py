@@ -2,15 +2,15 @@
 
     put ──► queue ──► one thread: encode, make room, write         match ──► index ──► read ──► check ──► block
 
-  S1  `codec.decode` checks the checksum of what is read, and that its key is the digest of all tokens up to it, of the
-      namespace and of the identity. Any other file is a miss: it is removed and logged.
-  S2  The files of blocks take at most `budget_bytes`, plus a block for each writing process. The least recently used
-      block of all processes goes first, never before the blocks that follow it.
-  S3  Only `read` waits for the disk, and `match` for the heads of files that other processes have added.
-  S4  If the disk is full or fails, writing stops. That is logged once, and reading goes on. No call raises for a disk.
+  S1  `codec.decode` checks the checksum of each file. It also checks that the key is the digest of identity, namespace
+      and all tokens up to the end of the block. A file that fails is a miss: it is removed and logged.
+  S2  The files take at most `budget_bytes`, plus one block for each process that writes. The block that no process has
+      used for the longest time is evicted first, but never before the blocks that follow it.
+  S3  Two methods wait for the disk: `read`, and `match` for the heads of files that other processes have added.
+  S4  After a disk error in a write, the store stops writing, logs this once, and still reads. No method raises for it.
 
-Several processes may use one folder. A process finds files of other processes before a match or a write, and misses
-files that they evicted when it reads or evicts them. Methods may be called from any thread. Never imports MLX.
+Several processes may use one folder. Each looks for files of the others before a match or a write. It notices that
+a file was evicted when it reads or evicts that file. Methods may be called from any thread. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from radixcache.tokens import Keys
 
 logger = logging.getLogger(__name__)
 
-#: Errors of a name that something else has, not of the disk.
+#: Errors if something else has the name of the file; the disk has not failed.
 _NAME_TAKEN = {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY}
 
 
@@ -113,7 +113,7 @@ class DiskStore(BudgetedStore):
             except Damaged as wrong:
                 self._discard(place, wrong)
             except FileNotFoundError:
-                pass  # evicted meanwhile
+                pass  # another process has just evicted it
             except OSError:
                 self._tally.add(read_errors=1)
         with self._lock:
@@ -142,7 +142,7 @@ class DiskStore(BudgetedStore):
     def _discard(self, place: Place, wrong: Damaged) -> None:
         self._tally.add(damaged_files=1)
         logger.warning("%s: %s. Its tokens are prefilled.", self._folder.path / file_name(*place), wrong)
-        with suppress(OSError):  # then it stays, without an entry in the index
+        with suppress(OSError):  # the file stays, without an entry in the index
             self._folder.remove(place)
 
     def _write(self, head: Head, parts: Sequence[Any], nbytes: int) -> str:
@@ -174,7 +174,7 @@ class DiskStore(BudgetedStore):
         return self._folder.remove((key, kind))
 
     def _mark_used(self, key: bytes, now_ns: int) -> None:
-        with suppress(OSError):  # this process notes the use in its index
+        with suppress(OSError):  # the index of this process has the use anyway
             os.utime(self._folder.path / file_name(key, "block"), ns=(now_ns, now_ns), follow_symlinks=False)
 
     def _last_use_ns(self, key: bytes) -> int:

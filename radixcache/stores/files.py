@@ -1,18 +1,18 @@
-"""Folder: the files of a DiskStore by name. Files are complete from the moment they have their name.
+"""Folder: the files of a DiskStore. A file gets its name only when it is complete.
 
     PATH/store.json                       format, version, and an id of the secret
     PATH/ab/abcd...ef.block               a file for each block and checkpoint, by the first byte of its key
-    PATH/tmp-...                          being written
+    PATH/tmp-...                          a file that is being written
 
   F1  A file is written as `tmp-...`, locked by its writer, synced, then renamed.
   F2  Folders are made 0700 and files 0600. No symlink is followed, and only regular files are opened.
   F3  A process that died leaves a `tmp-` file without a lock; `_remove_abandoned` removes it.
   F4  Files with other names are neither read nor removed.
 
-Files, not a log or SQLite: each block can be evicted alone, opening 20,000 takes a second or two, and a log is no
-faster for blocks of a MiB. As rows of SQLite, blocks of 16 MiB are written at half the speed and read at 0.7 of it.
-Methods raise OSError as the system does, and Damaged for wrong files. `scan`, `verify` and `remove` serve
-`radixcache store`; they raise StoreError if the folder holds no store.
+Why files, not a log or SQLite: a file can be evicted alone, and 20,000 files open in 1 to 2 s. A log is not faster for
+blocks of 1 MiB. For blocks of 16 MiB, SQLite has half the write speed and 0.7 of the read speed. Methods raise OSError
+as the system does, and Damaged for a wrong file. `scan`, `verify` and `remove` are for the command `radixcache store`;
+they raise StoreError if the folder holds no store.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from radixcache.stores.block import KINDS, Block, Head, Kind, Place
 from radixcache.stores.codec import CHECKSUM_BYTES, Checksum, Damaged, decode, decode_head, head_bytes
 
 MARK = {"format": "radixcache-store", "version": 1}
-#: Read at a time, and added to the checksum while it is in the cache of the processor.
+#: Bytes read at a time. The checksum reads them while they are in the processor's cache.
 PIECE_BYTES = 1 << 20
-#: Read first: the head of a block with a few hundred buffers.
+#: Bytes read first: enough for the head of a block with a few hundred buffers.
 FIRST_BYTES = 32 << 10
-#: A folder that changed more recently may change again without a new time stamp.
+#: For so long after a change, a folder may change again without a new time stamp.
 RECENT_NS = 100_000_000
 
 _NAME = re.compile(rf"([0-9a-f]{{2}})/(\1[0-9a-f]{{30}})\.({'|'.join(KINDS)})")
@@ -55,15 +55,15 @@ def file_name(key: bytes, kind: Kind) -> str:
 
 
 class Folder:
-    """The folder of a store. `make`: create it if needed, mark it as a store and tidy it.
+    """The folder of a store. `make`: create it if needed, write store.json and remove unfinished files.
 
     Raises:
-        StoreError: the folder cannot be used, holds something else or another format, or with `make` another secret.
+        StoreError: the folder cannot be used or holds something else. With `make` also: its store has another secret.
     """
 
     def __init__(self, path: str | os.PathLike[str], secret: bytes | None = None, make: bool = False) -> None:
         self.path = Path(path)
-        #: The time of the last change of each folder whose files are known.
+        #: For each folder whose files were listed, the time of its last change before that.
         self._seen: dict[str, int] = {}
         try:
             if make:
@@ -85,7 +85,7 @@ class Folder:
             raise StoreError(f"{self.path}: the store was made with {used}. Give that secret, or name another folder.")
 
     def other_writers(self) -> str:
-        """Who else may write to the folder; "": nobody but root, or it cannot be told."""
+        """Who else may write to the folder; "": nobody but root, or the folder cannot be read."""
         try:
             about = os.stat(self.path)
         except OSError:
@@ -95,7 +95,7 @@ class Folder:
         return ", ".join(name for name, may_write in who.items() if may_write)
 
     def changed_places(self) -> Iterator[Place]:
-        """All blocks and checkpoints in the shards that may have changed since the last call."""
+        """All blocks and checkpoints in the subfolders that may have changed since the last call."""
         try:
             for shard in self._changed_shards():
                 for name in os.listdir(self.path / shard):
@@ -106,7 +106,7 @@ class Folder:
             raise
 
     def read_head(self, place: Place) -> tuple[Head, int, int]:
-        """Head, bytes and last use (ns since 1970) of a file. Damaged: it is no block."""
+        """Head, bytes and last use (ns since 1970) of a file. Damaged: the file is not a stored block."""
         with _open(self.path / file_name(*place)) as handle:
             about = os.fstat(handle)
             data = _read_first(handle, FIRST_BYTES)
@@ -118,7 +118,7 @@ class Folder:
         return head, about.st_size, about.st_mtime_ns
 
     def read(self, place: Place, nbytes: int, secret: bytes | None) -> Block:
-        """The block in a file of `nbytes`. Damaged: it has another size, or `decode` refuses it."""
+        """The block in a file of `nbytes`. Damaged: the file has another size, or `decode` raises it."""
         checksum = Checksum(secret, nbytes - CHECKSUM_BYTES)
         with _open(self.path / file_name(*place)) as handle:
             if (found := os.fstat(handle).st_size) != nbytes:
@@ -191,7 +191,7 @@ def _secret_id(secret: bytes | None) -> str | None:
 
 
 class StoredFile(NamedTuple):
-    """A file, by its head alone. `used_s`: its last use in seconds since 1970."""
+    """A file of which only the head was read. `used_s`: its last use in seconds since 1970."""
 
     head: Head
     nbytes: int
@@ -212,7 +212,7 @@ def scan(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
 
 
 def verify(path: str | os.PathLike[str], secret: bytes | None = None) -> Iterator[tuple[str, str]]:
-    """Check every file; yields its name, and what is wrong or "". StoreError: also for another secret."""
+    """Check every file; yield its name, and what is wrong with it or "". StoreError: also if the secret is another."""
     folder = Folder(path)
     folder.require(secret)
     for place in folder.changed_places():
@@ -225,13 +225,13 @@ def verify(path: str | os.PathLike[str], secret: bytes | None = None) -> Iterato
 
 
 def remove(path: str | os.PathLike[str], places: Iterable[Place]) -> int:
-    """Remove files; returns how many there were. OSError: a file cannot be removed."""
+    """Remove files; returns how many existed. OSError: a file cannot be removed."""
     return sum(map(Folder(path).remove, places))
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[int]:
-    """A regular file, open for reading."""
+    """Open a regular file for reading. Damaged: it is something else."""
     try:
         handle = os.open(path, _OPEN)
     except OSError:
@@ -248,7 +248,7 @@ def _open(path: Path) -> Iterator[int]:
 
 
 def _read_first(handle: int, nbytes: int, add: Callable[[memoryview], object] = len) -> memoryview:
-    """The first `nbytes` of a file, or fewer if it ends. `add` gets each piece."""
+    """The first `nbytes` of a file, or all if it has fewer. `add` is called with each piece."""
     data: memoryview = np.empty(nbytes, dtype=np.uint8).data
     if nbytes > PIECE_BYTES and hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # only a hint
@@ -291,7 +291,7 @@ def _new_temporary(root: Path) -> tuple[Path, int]:
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # it was removed before it was locked
+        os.close(handle)  # another process removed the file before it was locked
 
 
 def _sync(folder: Path) -> None:

@@ -1,18 +1,18 @@
-"""Index: the blocks that a store has or is about to write, what follows what, and the order of use. Knows no files.
+"""Index: the blocks that a store has or will write, which block follows which, and the order of use. Opens no files.
 
     root key ──► block [0, 512) ──► block [512, 1024) ──► block [1024, 1300)
-            │         └──► block [400, 512) ──► ...        behind 400 tokens of its parent: its `cut`
-            └──► block [0, 300) ──► ...                                          siblings may begin alike
+            │         └──► block [400, 512) ──► ...        after 400 tokens of its parent: its `cut`
+            └──► block [0, 300) ──► ...                    siblings may begin with the same tokens
 
-A block is filed under the key of its parent, its cut and its first token. The index holds all of its tokens (2 KiB), so
-that a match can end inside it.
+An entry is found by the key of its parent, its cut and its first token. The index holds all tokens of a block (2 KiB),
+so a match can end inside a block.
 
-  D1  In the order of use a block stands before its parent, so no block continues the least recently used one.
-  D2  `nbytes` is the sum over all files.
-  D3  Each entry has a file or waits to be written, is filed once, and `_below` files nothing else.
+  D1  In the order of use, a block comes before its parent. So no block follows the least recently used block.
+  D2  `nbytes` is the sum of the sizes of all files.
+  D3  Each entry has a file or waits to be written. `_below` holds each entry once, and nothing else.
 
-`match` is O(tokens) and O(1) NumPy calls for each sibling that begins with the same token. `add` and `touch` are
-O(blocks before it). Not thread-safe: the store holds a lock.
+`match` is O(tokens), with O(1) NumPy calls for each sibling that begins with the same token. `add` and `touch` are
+O(blocks before the block). Not thread-safe: the store holds a lock.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Link(NamedTuple):
     """One block of a chain that matches a prompt.
 
     Attributes:
-        start, end: the tokens of the prompt that it has.
-        block_end: where the block ends; beyond `end` if the match ends, or the next link begins, inside the block.
-        block_bytes, checkpoint_bytes: of its files; 0: there is no checkpoint.
-        tier: index of the store that it is read from.
+        start, end: the tokens of the prompt that match the block.
+        block_end: where the block ends; after `end` if the match ends, or the next link begins, inside the block.
+        block_bytes, checkpoint_bytes: sizes of the files; 0: there is no such file.
+        tier: index of the store that the block is read from.
     """
 
     key: bytes
@@ -63,7 +63,7 @@ def chain_end(chain: Sequence[Link]) -> int:
 
 @dataclass(slots=True, eq=False)
 class IndexEntry:
-    """A block. `file_bytes` has a number for each kind that is stored, and 0 for one that waits to be written."""
+    """A block. `file_bytes` has the size of the file of each kind; 0: the file waits to be written."""
 
     key: bytes
     parent: bytes
@@ -75,7 +75,7 @@ class IndexEntry:
 
 
 class Index:
-    """The blocks of a store. 0 is the size of a file that is not there, or not yet."""
+    """The blocks of a store. A file that does not exist, or waits to be written, has 0 bytes."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -94,7 +94,7 @@ class Index:
         return sum(entry.file_bytes.get(kind, 0) > 0 for entry in self._entries.values())
 
     def add(self, head: Head, nbytes: int, used_ns: int) -> None:
-        """A file is there, and was used at this time. `nbytes` is 0: it waits to be written."""
+        """Note a file and its last use. `nbytes` is 0: the file waits to be written."""
         nbytes = nbytes or self.file_bytes(head.key, head.kind)
         entry = self._entries.get(head.key)
         if entry is None:
@@ -108,7 +108,7 @@ class Index:
         self.touch(head.key, used_ns)
 
     def drop(self, key: bytes, *kinds: Kind) -> None:
-        """Files of a block are gone, if they were there; no kind: all of them."""
+        """Forget the files of a block, of these kinds; no kind given: all. A file that is not there is no error."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -120,7 +120,7 @@ class Index:
                 del self._below[_place(entry)]
 
     def touch(self, key: bytes, used_ns: int) -> None:
-        """A block was used, and with it all blocks before it."""
+        """Note a use of a block and of all blocks before it."""
         entries = self._entries
         entry = entries.get(key)
         while entry is not None:
@@ -130,7 +130,7 @@ class Index:
             entry = entries.get(entry.parent)
 
     def used_ns(self, key: bytes) -> int:
-        """When a block was used last, as far as known; 0: never."""
+        """When a block was used last; 0: not known."""
         entry = self._entries.get(key)
         return 0 if entry is None else entry.used_ns
 
@@ -161,7 +161,7 @@ class Index:
             grid: only blocks of this grid; 0: any.
             at_checkpoints: end the chain at a checkpoint.
             least_bytes: 1: only stored blocks; 0: also blocks that wait to be written.
-            is_whole: only blocks with all of their tokens.
+            is_whole: only blocks whose tokens all match.
         """
         found: tuple[int, _Chain | None] = (0, None)
         open_ends: list[tuple[bytes, int, int, _Chain | None]] = [(root, 0, 0, None)]

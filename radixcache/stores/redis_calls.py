@@ -2,12 +2,12 @@
 
     ask ──► is it up? ──► a thread: one round trip ──► replies, or None
 
-    up ── a call fails ──► down ── each `PAUSE_S`, if somebody asks: PING ──► up, if the server answers
+    up ── a call fails ──► down ── every `PAUSE_S`, when `is_up` is called: PING ──► up, if the server answers
 
-  N1  No call raises for what the server or the network does; each failure is counted by its kind.
-  N2  A caller waits for a call until its limit. Then the connection is closed, even if bytes still arrive.
-  N3  After a failure no caller waits: one PING at a time tries the server, in a thread.
-  N4  The URL may hold a password. It is in no message, no repr and no error.
+  N1  No call raises for a failure of the server or the network; each failure is counted by its kind.
+  N2  A caller waits for a reply until its time limit. Then the connection is closed, even if bytes still arrive.
+  N3  After a failure no caller waits: a thread sends one PING at a time, to see whether the server answers again.
+  N4  The URL may hold a password, so no message, no repr and no error shows the URL.
 
 Methods may be called from any thread. The clock is an argument.
 """
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 #: From a failure to the next PING.
 PAUSE_S = 10.0
-#: A slower call is given up, as prefill is faster.
+#: A transfer that is slower than this is given up: prefill is faster.
 SLOWEST_BYTES_PER_S = 16 << 20
-#: Calls at a time: one looks up, two read, one writes.
+#: Calls at the same time: one looks up, two read, one writes.
 THREADS = 4
 
 Command = tuple[Any, ...]
@@ -53,10 +53,10 @@ class Calls:
         self._lock = threading.Lock()
         self._failed_s = 0.0
         self.is_down = False
-        self.trial: Future[None] | None = None  # the last one
+        self.trial: Future[None] | None = None  # the last PING
 
     def is_up(self) -> bool:
-        """Whether the server may be asked. If not, count that, and start a trial if the pause is over."""
+        """Whether the server is up. If not, count the call that is not made, and send a PING if the pause is over."""
         if not self.is_down:
             return True
         self._tally.add_to("failed_calls", "not asked")
@@ -70,11 +70,11 @@ class Calls:
         return self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
 
     def ask(self, commands: Sequence[Command], nbytes: int = 0, *, ends_s: float | None = None) -> Replies | None:
-        """Replies to commands in one round trip, None for a refused command; None: the server does not answer.
+        """Send commands in one round trip; return a reply for each, None if refused. None alone: no answer.
 
         Args:
-            nbytes: how much is sent or received; it sets the limit.
-            ends_s: the limit instead, by time.monotonic().
+            nbytes: how much is sent or received; it sets the time limit.
+            ends_s: when to stop waiting, by time.monotonic(); in place of the limit from `nbytes`.
         """
         if not self.is_up():
             return None
@@ -132,10 +132,10 @@ def _client(url: str, timeout_s: float) -> Redis:
             raise ValueError
         limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": Retry(NoBackoff(), 0)}
         made.connection_kwargs.update(**limits, decode_responses=False)
-        made.make_connection()  # connects nowhere, and refuses unknown options
+        made.make_connection()  # opens no connection, but refuses unknown options
     except Exception:
         made = None
-    if made is None:  # raised out here, the error has no cause that quotes the URL
+    if made is None:  # outside of `except`, so the error has no cause that shows the URL
         raise ValueError("not the URL of a Redis server; wanted redis://, rediss:// or unix://, as redis-py has it.")
     return Redis(connection_pool=made)
 

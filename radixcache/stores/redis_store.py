@@ -2,29 +2,29 @@
 
     put ──► queue ──► one thread: encode, write        match ──► look-ups ──► index ──► read ──► check ──► block
 
-    radixcache1:b:KEY   a hash: `block` and `checkpoint`, as a file on disk holds them; `way`, the lengths of all blocks
-                        up to this one; `tokens`, the tokens of this one
-    radixcache1:m:MARK  a landmark: KEY of a block that begins before, at or less than 64 tokens behind a multiple of 64
+    radixcache1:b:KEY   a hash: `block` and `checkpoint`, as in the files of DiskStore; `way`, the lengths of all blocks
+                        of the chain up to this one; `tokens`, the tokens of this block
+    radixcache1:m:MARK  a landmark, one for each 64 tokens: the name of a block that has some of these tokens
 
-    prompt       |····|····|····|····|····|··        a landmark every 64 tokens, a digest of all tokens before it
-    blocks       |------------|-----|--------|       the deepest stored one names a block, and its way all blocks before
+    prompt       |····|····|····|····|····|··        MARK is a digest of all tokens before the landmark
+    blocks       |------------|-----|--------|       the last landmark that is stored names a block, with its `way`
 
-A look-up asks for the landmarks of the prompt, for the ways of the deepest blocks that it does not know, and for the
-sizes of all blocks on them. So a prompt finds blocks by its own tokens.
+A lookup asks the server for the landmarks of the prompt. Then it asks for the `way` of the last blocks that the index
+lacks, and for the sizes of all blocks on these ways. Their keys are computed from the tokens of the prompt.
 
-KEY is the key of the block, MARK a digest of identity, namespace and all tokens before it; a secret hashes both again.
-So names hold no text. Whoever guesses all tokens of a prefix can tell that it is stored; with a secret only its owners
-can. Values are not encrypted. The number is the version of the codec.
+KEY is the key of the block. MARK also covers identity, namespace and grid. With a secret, both are hashed with it.
+A person who guesses all tokens of a prefix can see that it is stored; with a secret, only a person who has the secret.
+Values are not encrypted. The 1 in "radixcache1" is the version of the codec.
 
-  V1  Values are checked as in S1 of DiskStore. Any other value is a miss, and is counted.
-  V2  A request waits for at most three look-ups of `timeout_s`, and for reading `timeout_s` and a second per 16 MiB.
-      A server that does not answer is not asked, and costs later requests nothing. No caller waits for writing.
-  V3  The index has of a prompt's chain what the server said in the last look-up, and `KNOWN_BLOCKS` at most.
-  V4  The prompt's own tokens prove whole blocks. The last block is proved by its tokens, whose digest is its key.
-  V5  A used block and its landmarks do not expire: they are renewed when a quarter of `ttl_s` has passed.
-  V6  Landmarks are written with their block, and again if it is stored, as the server may have evicted them.
+  V1  Values are checked as in S1 of DiskStore. A value that fails is a miss, and is counted.
+  V2  A request waits at most 3 * `timeout_s` for a lookup, and `timeout_s` plus 1 s for each 16 MiB for reading.
+      After a failure the server is not asked for a time, so later requests do not wait. No caller waits for writing.
+  V3  For a prompt, the index holds what the server said in the last lookup. It has at most `KNOWN_BLOCKS`.
+  V4  Keys are computed from the prompt, and the last block's from its `tokens`. If its name differs, it is not used.
+  V5  A used block and its landmarks are renewed when a quarter of `ttl_s` has passed, so they do not expire.
+  V6  Landmarks are written with their block, and again if it is stored already: the server may have evicted them.
 
-Methods may be called from any thread, and do not hold the lock while they ask. Never imports MLX.
+Methods may be called from any thread. They do not hold the lock while they wait for the server. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PREFIX = f"radixcache{VERSION}:".encode()
 MARK_TOKENS = 64
 #: The most blocks in the index; each takes 2 KiB.
 KNOWN_BLOCKS = 1 << 14
-#: Blocks whose ways are asked for; the server may have evicted the deepest of them.
+#: How many blocks a lookup asks about: the server may have evicted the last one.
 CANDIDATES = 4
 
 UNANSWERED = "the server does not answer"
@@ -60,7 +60,7 @@ class RedisStore(BlockStore):
     """Blocks in one Redis or Valkey server, not a cluster."""
 
     tiers = ("redis",)
-    takes_cuts = False  # a prompt finds blocks by its own tokens, and does not have the rest of a cut block
+    takes_cuts = False  # the key after a cut block needs the whole block, and the prompt lacks its end
     stopped_words = UNANSWERED
 
     def __init__(
@@ -85,7 +85,7 @@ class RedisStore(BlockStore):
             secret: 16 to 64 bytes. With a secret, only values written with it are found or read, and others cannot
                 guess what a name stands for. The values are never encrypted.
             queue_bytes: the most state in memory that waits to be written.
-            timeout_s: limit of a call, plus a second for each 16 MiB; a `socket_timeout` in the URL comes first.
+            timeout_s: limit of a call, plus a second for each 16 MiB; a `socket_timeout` in the URL replaces it.
             clock: seconds, for the pauses after a failure of the server.
 
         Raises:
@@ -128,7 +128,7 @@ class RedisStore(BlockStore):
         return UNANSWERED if self._calls.is_down else ""
 
     def _look_up(self, identity: Identity, namespace: str, tokens: Keys, grid: int) -> bool:
-        """As in BlockStore. Of blocks that part within the same 64 tokens, the one written last is found."""
+        """As in BlockStore. If blocks diverge within one landmark's 64 tokens, only the block written last is found."""
         if not len(tokens):
             return False
         prompt = StoredPrompt(identity, namespace, tokens, grid)
@@ -171,11 +171,11 @@ class RedisStore(BlockStore):
             last = heads[-1]
             rest = prompt.tokens[last.start :]
             if self._names.of_block(last.key) != name or not len(rest) or last.tokens[0] != rest[0]:
-                heads.pop()  # it continues another prompt, or continues this one with other tokens
+                heads.pop()  # the block follows another prefix, or has no token of the prompt
         return heads
 
     def _asking_for_sizes(self, heads: Sequence[Head], marks: Sequence[bytes]) -> list[Command]:
-        """Ask for the sizes of blocks, and renew blocks and landmarks that are due."""
+        """Commands that ask for the sizes of blocks, and that renew blocks and landmarks if it is time."""
         sizes: list[Command] = []
         renewals: list[Command] = []
         for head in heads:
@@ -191,7 +191,7 @@ class RedisStore(BlockStore):
             return time.time_ns() - self._index.used_ns(key) > ttl_s / 4 * 1e9
 
     def _note_sizes(self, heads: Sequence[Head], replies: Replies) -> None:
-        """Put the server's sizes into the index; `heads` are in the order of their chains."""
+        """Put the sizes that the server gave into the index; `heads` are in the order of their chain."""
         sizes = zip(replies[0::2], replies[1::2], strict=False)
         for head, (block_bytes, checkpoint_bytes) in reversed(list(zip(heads, sizes, strict=False))):
             self._note_size(head, "block", block_bytes or 0)
@@ -210,7 +210,7 @@ class RedisStore(BlockStore):
             self._add(head if kind == head.kind else replace(head, kind=kind), nbytes, time.time_ns())
 
     def _read_one(self, ends_s: float, place: Place) -> Block | None:
-        """The block in a value; None: the value is gone or wrong. Wrong ones are deleted, and so written again."""
+        """The block in a value; None: the value is gone or wrong. A wrong value is deleted, so that it is rewritten."""
         key, kind = place
         if not self.file_bytes(key, kind):
             return None
@@ -262,14 +262,14 @@ class RedisStore(BlockStore):
         return ""
 
     def _way(self, head: Head) -> list[Any] | None:
-        """The tokens of each block up to this one; None: a block before it is not known."""
+        """The tokens of each block of the chain up to this one; None: a block before this one is not known."""
         with self._lock:
             path = self._index.path(head.parent)
         way = [*(entry.tokens for entry in path), head.tokens]
         return way if sum(map(len, way)) == head.end else None
 
     def _setting_marks(self, head: Head, tokens: Keys) -> list[Command]:
-        """Set the landmarks of a block, and renew the block."""
+        """Commands that set the landmarks of a block and renew the block."""
         name, root = self._names.of_block(head.key), root_key(head.identity, head.namespace)
         marks = self._names.marks_of(head, self._names.of_marks(root, tokens, head.grid))
         if self._ttl_s is None:
@@ -299,7 +299,7 @@ class Names:
         return name is not None and len(name) == len(PREFIX) + 2 + 2 * KEY_BYTES and name.startswith(PREFIX + b"b:")
 
     def of_marks(self, root: bytes, tokens: Keys, grid: int) -> list[bytes]:
-        """Names of the landmarks before these tokens, at 0, 64, 128 and so on."""
+        """Names of the landmarks of these tokens, at the offsets 0, 64, 128 and so on."""
         data = tokens.astype("<i8", copy=False).tobytes()
         mark = _digest(root + grid.to_bytes(8, "little"))
         names = []
@@ -329,7 +329,7 @@ class StoredPrompt(NamedTuple):
         return root_key(self.identity, self.namespace)
 
     def heads(self, lengths: Sequence[int], last: Keys) -> list[Head]:
-        """The blocks of a way, as far as the prompt follows it. `last`: the tokens of the last block."""
+        """The blocks with these lengths, as far as the prompt has tokens. `last`: the tokens of the last block."""
         heads, parent, start = list[Head](), self.root, 0
         for count, length in enumerate(lengths, 1):
             its = last if count == len(lengths) else self.tokens[start : start + length]

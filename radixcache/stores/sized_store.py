@@ -1,4 +1,4 @@
-"""SizedStore: a store without files, whose blocks have sizes in place of state, for simulators.
+"""SizedStore: a store for simulators, without files. Its blocks have sizes in place of state.
 
 BudgetedStore decides what is found, written and evicted, as for DiskStore. `put` writes a block at once, and the budget
 is the only limit. Never imports MLX.
@@ -12,12 +12,12 @@ from typing import Any
 from radixcache.stores.block import BLOCK_TOKENS, Block, Head, Kind, Place
 from radixcache.stores.block_store import BudgetedStore, WriteOn
 
-#: About what a file takes besides its state: 8 bytes a token.
+#: Bytes of a file besides the state, approximately: 8 for each token.
 HEAD_BYTES = 8 * BLOCK_TOKENS
 
 
 class SizedStore(BudgetedStore):
-    """Blocks of sizes. `on_read` is called with the bytes of each block that is read."""
+    """A store of sizes. `on_read` is called with the bytes of each block that is read."""
 
     def __init__(self, *, budget_bytes: int, write_on: WriteOn, on_read: Callable[[int], object]) -> None:
         super().__init__(write_on, budget_bytes=budget_bytes)

@@ -1,4 +1,4 @@
-"""Store: what a cache stores its state in: a DiskStore, RedisStore or SizedStore, or Tiers of them.
+"""Store: where a cache keeps state outside of memory: a DiskStore, RedisStore or SizedStore, or Tiers of them.
 
 No method raises for a fault of a disk, a server or a stored file: the answer is a miss, and `stats` counts it.
 
@@ -6,11 +6,11 @@ No method raises for a fault of a disk, a server or a stored file: the answer is
     Redis      |------|------|------|------|--|    from the first store that has it
     read        disk   disk   Redis  Redis
 
-  M1  A link names the store that its block is read from, and its checkpoint, if it ends with one.
+  M1  A link names the store from which its block, and its checkpoint if it has one, are read.
   M2  A store that is down, full or stopped does not stop writes to other stores.
 
-A block that was read from one store is put to the others when the cache writes, each at its own moment. Methods may be
-called from any thread. Never imports MLX.
+A block that was read from one store is put into the others when their `write_on` says so. Methods may be called from
+any thread. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from radixcache.tokens import Keys
 
 
 class Tiers:
-    """Several stores as one, the first one asked first.
+    """Several stores as one. They are asked in this order.
 
     Attributes:
-        tiers: their names, numbered if several have the same.
+        tiers: names of the stores, numbered if several have the same name.
     """
 
     takes_cuts = False  # one store may lack the part of a block that another has
@@ -45,7 +45,7 @@ class Tiers:
     def match(
         self, identity: Identity, namespace: str, tokens: Keys, *, grid: int = 0, at_checkpoints: bool = False
     ) -> list[Link]:
-        """The longest chain of any store, the first of equal ones. A store is not asked once all tokens are found."""
+        """The longest chain of any store; of equal ones, the first. Later stores are not asked if all tokens match."""
         longest: list[Link] = []
         for store in self.stores:
             chain = store.match(identity, namespace, tokens, grid=grid, at_checkpoints=at_checkpoints)
@@ -86,18 +86,18 @@ class Tiers:
             store.remove(gone)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Flush all stores, with one time limit in all."""
+        """Flush all stores; `timeout_s` is for all of them together."""
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         left_s = (None if ends_s is None else max(0.0, ends_s - time.monotonic()) for _ in self.stores)
         return all(store.flush(its) for store, its in zip(self.stores, left_s, strict=True))
 
     def _source(self, key: bytes, kinds: Collection[Kind]) -> int:
-        """The first of the stores that have most of these kinds."""
+        """The index of the store that has most of these kinds; if several have, of the first."""
         has = [sum(store.file_bytes(key, kind) > 0 for kind in kinds) for store in self.stores]
         return has.index(max(has))
 
 
-#: What a cache can be given. `BlockStore` says what each method does.
+#: What a cache accepts as a store. `BlockStore` says what each method does.
 Store = BlockStore | Tiers
 
 
@@ -111,7 +111,7 @@ def joined(store: BlockStore | Sequence[BlockStore]) -> Store:
 
 
 def moments(store: Store) -> dict[WriteOn, Store]:
-    """The stores that are written at each moment, joined."""
+    """For each `write_on`, the stores that are written then, as one store."""
     found: dict[WriteOn, list[BlockStore]] = {}
     for each in store.stores if isinstance(store, Tiers) else [store]:
         found.setdefault(each.write_on, []).append(each)

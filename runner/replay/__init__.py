@@ -1,4 +1,4 @@
-"""Replay: the same requests through one cache after another, and what each of them cost."""
+"""Replay: send the same requests through several caches, and record what each request cost."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The caches that a replay compares. All are driven by the same loop of `runner.engine.replies`.
+"""Caches: the caches that a replay compares. `OneAtATime` runs all of them with the same loop, `engine.generation`.
 
 Source of LRUPrompts: mlx_lm/server.py and mlx_lm/models/cache.py, mlx-lm 0.32.2.
 """
@@ -25,7 +25,7 @@ from runner.models.load import LoadedModel
 from runner.replay import ReplayOptions
 from runner.script.script import Prompt
 
-MODEL_KEY = "model"  # the server files its entries by model; here is only one
+MODEL_KEY = "model"  # the server's entries have a model as key; a replay has one model
 UNLIMITED_ENTRIES = 1 << 62
 THINKING_TAIL_TOKENS = 11  # how far from the prompt's end the server looks for the start of a thinking block
 
@@ -47,11 +47,11 @@ class ComparedCache:
 
     @property
     def paged_bytes(self) -> int:
-        """Bytes of what is stored besides the live caches, with checkpoints."""
+        """Bytes of state that is stored outside of the live caches, with checkpoints."""
         return 0
 
     def begin(self, prompt: Prompt) -> AbstractContextManager[LiveRun]:
-        """A run at the deepest offset that can be restored. Leaving its block stores what the run evaluated."""
+        """Give a run at the deepest offset that can be restored. On exit, store the state that the run evaluated."""
         raise NotImplementedError
 
     def drafting(self, prompt: Prompt) -> Drafting | None:
@@ -77,7 +77,7 @@ def layers_bytes(caches: Sequence[Any]) -> int:
 
 @dataclass(eq=False)
 class PlainRun:
-    """A `LiveRun` on a plain list of mlx-lm caches, one per layer or None, which all stand at one offset.
+    """A `LiveRun` on a plain list of mlx-lm caches, one (or None) for each layer, all at the same offset.
 
     The caches have the first `cached_tokens` of the prompt `tokens`. At each offset of `cuts`, in ascending order,
     prefill calls `on_cut(run, offset)`.
@@ -116,7 +116,7 @@ class PlainRun:
             report(self._offset, end + 1)
 
     def step(self, model: Any, tokens: Any) -> mx.array:
-        """Dispatch the forward pass of the next tokens; logits (1, T, V), pending."""
+        """Dispatch the forward pass of the next tokens; return logits (1, T, V), not yet evaluated."""
         array = mx.array(tokens).reshape(-1)
         logits: mx.array = model(array[None], cache=self.caches)
         self._stepped.append(array)
@@ -225,8 +225,8 @@ class LRUPrompts(ComparedCache):
 
     The server stores a copy of all caches after each segment of a chat prompt: the system prompt, the user's turn
     (without the prompt's last token) and the reply. If the caches cannot be batched, it stores only after the reply.
-    Caches that can be trimmed replace stored prefixes of themselves. A hit is a deep copy, cut back where possible.
-    After each insert, as in the server, entries are evicted until they fit the budget minus the live caches.
+    If caches can be trimmed, an entry replaces stored entries of its prefixes. A hit is a deep copy, trimmed if that is
+    possible. After each insert, as in the server, entries are evicted until they fit the budget minus the live caches.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, budget_bytes: int) -> None:
@@ -236,7 +236,7 @@ class LRUPrompts(ComparedCache):
         self._budget_bytes = budget_bytes
         self._stored = LRUPromptCache(max_size=UNLIMITED_ENTRIES)
         layers = make_prompt_cache(model)
-        # LRUPromptCache takes no layers without a cache.
+        # LRUPromptCache does not accept layers without a cache.
         self._cached_layers = [index for index, cache in enumerate(layers) if cache is not None]
         self._layer_count = len(layers)
         self.is_batchable = all(hasattr(layers[index], "merge") for index in self._cached_layers)
@@ -271,7 +271,7 @@ class LRUPrompts(ComparedCache):
         self._stored = LRUPromptCache(max_size=UNLIMITED_ENTRIES)
 
     def fetch(self, tokens: list[int]) -> tuple[list[Any], int]:
-        """Return caches to run on and how many of the tokens they hold: fewer than all."""
+        """Return caches to run on, and how many of the tokens they hold, at most all but one."""
         found, rest = self._stored.fetch_nearest_cache(MODEL_KEY, tokens)
         if found is not None and not rest:
             # One token must be evaluated: cut it off, or take the next shorter entry.
@@ -315,7 +315,7 @@ class LRUPrompts(ComparedCache):
 
 
 def stored_copy(cache: Any) -> Any:
-    """Copy a layer's cache for storing, without spare capacity where the server's own extraction leaves it out."""
+    """Copy a layer's cache for storing, without spare capacity if mlx-lm's server stores it without."""
     twin = copy.deepcopy(cache)
     if type(twin) is KVCache and not twin.empty():
         twin.keys = mx.contiguous(twin.keys[..., : twin.offset, :])
@@ -325,9 +325,9 @@ def stored_copy(cache: Any) -> Any:
 
 
 def trim(caches: list[Any], tokens: int) -> bool:
-    """Cut the last `tokens` off every layer. False: a layer cannot be trimmed, and the caches are of no use."""
+    """Cut the last `tokens` off every layer. False: a layer cannot be trimmed; do not use the caches."""
     if tokens == 0:
         return True
     used = [leaf for leaf in leaves(caches) if not leaf.empty()]
-    # Check what was really cut: a chunked cache calls itself trimmable and stops at its front.
+    # Check how much was cut: a chunked cache says that it can be trimmed, but does not trim beyond its first token.
     return can_trim_prompt_cache(used) and all(leaf.trim(tokens) == tokens for leaf in used)

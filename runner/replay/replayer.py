@@ -1,15 +1,15 @@
 """Replay a script of requests through several caches, in one process, and record what each request cost.
 
-For one user at a time, the caches take turns, request by request. For several users at a time, each cache serves the
-whole script by itself; then radix and none serve it for one user at a time, for comparison.
+For one user at a time, the caches take turns: each request goes through all of them. For several users at a time, each
+cache serves the whole script alone. Then radix and none serve it for one user at a time, for comparison.
 
 Invariants:
 
-  RR2  Where caches take turns, another one begins each time, so a slow moment of the machine is not always the same
-       cache's. Each cache has the whole budget to itself.
+  RR2  If caches take turns, each request begins with the next cache. So a slow moment of the machine does not always
+       hit the same cache. Each cache has the whole budget.
   PR1  A user's requests are submitted one after the other, in the order of the script.
-  PR2  Where several requests could be next, the first one in the script is.
-  PR3  All caches get the same prompts. Replies in them that were not recorded are those of the first cache.
+  PR2  If several requests can be served next, the first of them in the script is.
+  PR3  All caches get the same prompts. A reply in a prompt is the recorded one, or else that of the first cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from runner.script.script import Prompt, Script, ScriptError
 
 @dataclass(frozen=True)
 class CacheRun:
-    """What one cache answered, in order. `view` is the tree at the end, if the options ask for it."""
+    """What one cache answered, in the order of the script. `view`: the tree at the end, if the options ask for it."""
 
     cache: str
     rows: tuple[RequestRow, ...]
@@ -51,7 +51,7 @@ class CacheRun:
 
 @dataclass(frozen=True)
 class AnswerDifference:
-    """A reply that differs from the one without a cache; `gap` is between the two highest logits where it begins."""
+    """A reply that differs from the one without a cache. `gap`: of the two highest logits where it begins to differ."""
 
     cache: str
     index: int
@@ -110,9 +110,9 @@ class Replay:
         return [] if self._users is None else self._answered_by_all()
 
     def differences(self) -> list[AnswerDifference]:
-        """Every reply that differs from the one without a cache, where rounding may change replies.
+        """Every reply that differs from the one without a cache, if rounding may change replies; else nothing.
 
-        That is with several users at a time, and with fewer bits at rest.
+        Rounding may change them with several users at a time, and with `stored_bits`.
         """
         if self._users is None and self._options.stored_bits is None:
             return []
@@ -136,7 +136,7 @@ class Replay:
         return _Run(OneAtATime(cache, self._loaded, self._options, on_advance), cache, self._script, self._observer)
 
     def _open_together(self, users: int, cache: str) -> _Run:
-        # Large enough that requests wait for their users and never for tokens.
+        # Enough for all users, so that no request waits for capacity.
         capacity = users * self._script.longest_tokens
         server: Server
         if cache == "radix":
@@ -195,7 +195,7 @@ class _Run:
         self.replies: dict[int, list[int]] = {}
         self._left = list(range(len(self.script)))
         self._busy: set[str] = set()
-        self._evictions: list[int] = []  # so far, after each reply
+        self._evictions: list[int] = []  # the count after each reply
         self._wall_s = 0.0
         self._view: TreeView | None = None
 

@@ -1,8 +1,8 @@
 """The result of a replay: a table, a sentence and a picture for people, JSON for programs. Never imports MLX.
 
 For one user at a time the run of `none` is the reference: an answer of another cache counts as equal if its output
-tokens are the same. For several users at a time the replay itself lists the answers that differ, since the number of
-rows in a forward pass changes the rounding.
+tokens are the same. For several users at a time, the replay lists the answers that differ: the number of rows in a
+forward pass changes the rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REFERENCE = "none"
 RADIX = "radix"
 WITH_A_BUDGET = ("mlx-lm", "radix")  # the caches that the byte budget limits
-LEAST_PAIRS = 6  # with fewer pairs no 95 % interval is known, even if all of them agree: 2 * 0.5**5 is more than 5 %
+LEAST_PAIRS = 6  # fewer pairs give no 95 % interval, even if all of them agree: 2 * 0.5**5 is more than 5 %
 RESAMPLES = 2_000  # of the requests, for an interval
 TIE = 1e-3  # two logits closer than this count as equal
 
@@ -49,8 +49,8 @@ class Summary:
     token_ms_p50: float | None  # from a token of a reply to the next; None: no reply has two tokens
     prefill_s: float  # until the first token, of all requests
     decode_s: float  # from the first token to the last, of all requests
-    begin_s: float  # in the cache before prefill, a part of prefill_s
-    close_s: float  # in the cache after the reply
+    begin_s: float  # spent in the cache before prefill, a part of prefill_s
+    close_s: float  # spent in the cache after the reply
     wall_s: float
     peak_cache_bytes: int
     peak_allocated_bytes: int
@@ -81,7 +81,7 @@ MANY_USERS_KEYS = {
     "prompt_tokens_per_s", "token_ms_p50",
 }  # fmt: skip
 
-#: The columns of the table, and for how many users at a time each is; None: for any number.
+#: The columns of the table, and for how many users at a time each is shown; None: for any number.
 COLUMNS: tuple[tuple[Column, Literal["one", "many"] | None], ...] = (
     (Column("cache", "cache"), None),
     (Column("users at a time", "users_at_a_time"), "many"),
@@ -110,14 +110,14 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 class TotalRatio(NamedTuple):
-    """The total of one figure over the total of another, and its 95 % interval; None for few pairs."""
+    """The total of one figure / the total of another, and the 95 % interval; None: there are too few pairs."""
 
     ratio: float
     interval: tuple[float, float] | None
 
 
 def total_ratio(upper: Sequence[float], lower: Sequence[float]) -> TotalRatio:
-    """The sum of `upper` over that of `lower`; the interval is that of a paired bootstrap over the requests."""
+    """The sum of `upper` / the sum of `lower`, and its interval by a paired bootstrap over the requests."""
     pairs = np.array([upper, lower], dtype=np.float64)
     count = pairs.shape[1]
     ratio = float(pairs[0].sum() / pairs[1].sum())
@@ -372,7 +372,7 @@ def replay_picture(runs: Sequence[CacheRun], *, title: str, budget_bytes: int, f
     upper.legend(title="cache", loc="upper left", bbox_to_anchor=(1.01, 1.0))
     _plot(lower, runs, lambda row: row.peak_bytes / MIB)
     held_bytes = max(row.peak_bytes for run in runs for row in run.rows)
-    # A budget far above what was held would flatten everything else.
+    # The line of a budget far above the bytes held would flatten the curves.
     if budget_bytes <= 2 * held_bytes:
         lower.axhline(budget_bytes / MIB, color="black", linestyle="--", linewidth=1)
         lower.annotate("budget", (1, budget_bytes / MIB), textcoords="offset points", xytext=(0, 4))

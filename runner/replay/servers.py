@@ -2,11 +2,11 @@
 
     OneAtATime    any cache of caches.py, one request after the other
     TreeServer    a ParallelGenerator on a PrefixCache
-    BatchServer   mlx-lm's BatchGenerator on its LRUPromptCache, put together as mlx-lm's server does
+    BatchServer   mlx-lm's BatchGenerator on its LRUPromptCache, as mlx-lm's server combines them
 
 BatchServer stores and evicts as `LRUPrompts` says. Source: mlx_lm/server.py, mlx-lm 0.32.2.
 
-  RR1  A request arrives right before its cache is asked: TTFT includes looking up, copying and paging in.
+  RR1  A request arrives right before its cache is asked. So TTFT includes lookup, copies and page-in.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from runner.script.script import RenderedRequest
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRow:
-    """What one request cost with one cache. A figure of None is not measured for so many users at a time."""
+    """What one request cost with one cache. None: the figure is not measured for this number of users at a time."""
 
     user: str
     conversation_id: str
@@ -49,12 +49,12 @@ class RequestRow:
     begin_ms: float | None = None  # part of `ttft_ms` with one user: the time in the cache
     decode_ms: float  # from the first token to the last, or the time to feed the recorded reply
     close_ms: float | None = None  # storing what was evaluated, after the last token
-    live_bytes: int | None = None  # held after the request, like `paged_bytes`
+    live_bytes: int | None = None  # held after the request; so are `paged_bytes`
     paged_bytes: int | None = None
     peak_bytes: int  # the most held after a chunk or the reply; with several users, by all requests up to this one
-    allocated_bytes: int | None = None  # the most that MLX had beyond the model and other caches, after the reply
+    allocated_bytes: int | None = None  # the most that MLX held after the reply, without model and other caches
     proposed_tokens: int | None = None  # drafted tokens that were checked
-    accepted_tokens: int | None = None  # those of them that became part of the reply
+    accepted_tokens: int | None = None  # proposed tokens that became part of the reply
     output_tokens: int
     output_hash: str
     done_reason: str
@@ -62,7 +62,7 @@ class RequestRow:
 
 @dataclass(frozen=True)
 class Answer:
-    """A request that has its reply; `index` is its place in the script."""
+    """The reply to a request; `index` is the place of the request in the script."""
 
     index: int
     row: RequestRow
@@ -73,8 +73,8 @@ class Answer:
 class OneAtATime:
     """Answers requests from one of the caches of caches.py, and watches its bytes.
 
-    All servers have `submit`, which takes a request in; `answers`, which serves until all are done; `close`, which
-    releases every array; `peak_bytes` and `peak_tokens`, the most that caches and running rows held so far.
+    All servers have `submit`, which accepts a request; `answers`, which serves until all requests are done; `close`,
+    which releases every array; `peak_bytes` and `peak_tokens`, the most that caches and running rows held so far.
     """
 
     peak_tokens = 0
@@ -82,7 +82,7 @@ class OneAtATime:
     def __init__(
         self, name: str, loaded: LoadedModel, options: ReplayOptions, on_advance: Callable[[int, int], None]
     ) -> None:
-        """Open the cache. `on_advance` is called with the prompt tokens that are done, and with all of them."""
+        """Open the cache. `on_advance` is called with the prompt tokens that are done, and the length of the prompt."""
         self.name = name
         self.peak_bytes = 0
         self._loaded, self._options, self._on_advance = loaded, options, on_advance
@@ -136,7 +136,7 @@ class OneAtATime:
         return Answer(index, row, completion.tokens, text)
 
     def _reply(self, run: LiveRun, request: RenderedRequest, arrived_s: float) -> tuple[Completion, float, str]:
-        """Generate the reply, or its first token and feed the recorded one; returns it, its decode ms and its text."""
+        """Generate the reply, or one token and then feed the recorded reply. Return completion, decode ms and text."""
 
         def on_progress(offset: int, prompt_tokens: int) -> None:
             self._watch()
@@ -163,7 +163,7 @@ class OneAtATime:
         return completion, (time.perf_counter() - feeding_s) * 1e3, text
 
     def _watch(self, is_settled: bool = False) -> None:
-        """Note what is held now. The allocator's figure is fair only if no forward pass has temporary arrays."""
+        """Note the bytes held. `is_settled`: also those of the allocator; no forward pass has temporary arrays now."""
         held_bytes = self._cache.live_bytes + self._cache.paged_bytes
         self._request_peak_bytes = max(self._request_peak_bytes, held_bytes)
         if is_settled:
@@ -294,7 +294,7 @@ class BatchServer:
         self._stored.close()
 
     def _add(self, response: Any) -> Iterator[Answer]:
-        """Take a reply's next token; at its end, store the row's caches and yield the answer."""
+        """Add the next token to a reply; at the end of the reply, store the caches of its row and yield the answer."""
         running = self._running[response.uid]
         piece = running.reply.add(response.token)
         running.text += piece.text

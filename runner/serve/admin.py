@@ -1,8 +1,8 @@
-"""Routes of the cache: metrics, the page and its state, the tree, and what an admin may do to the cache.
+"""Admin: routes for metrics, the page at /cache and its data, the tree, and changes of the cache by an admin.
 
-Routes that only read counters and trees run on another thread, beside generation; prompts are made there, too. Routes
-that evaluate or evict run on the generation thread, between two rounds. The page at /cache holds no data, so a browser
-loads it without a key; its script sends the key in a header.
+Routes that only read counters and trees run on another thread, at the same time as generation; so does rendering of
+prompts. Routes that evaluate or evict run on the generation thread, between two rounds. The page at /cache holds no
+data, so a browser may load it without a key. The script of the page sends the key in a header.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXPLAIN, RECLAIM = "/cache/explain", "/cache/reclaim"
-SHOWN_NODES = 2000  # nodes of a tree that the page shows; the others are only counted
+SHOWN_NODES = 2000  # the most nodes of a tree that the page shows; further nodes are only counted
 #: Fields of a RequestRecord that the page shows as they are.
 SHOWN_FIELDS = (
     "id", "namespace", "prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms",
@@ -82,9 +82,9 @@ def cache_page() -> tuple[str, dict[str, str]]:
 def page_state(
     watched: Scheduler, watch: Watch, model: str, seen: str, *, show_text: bool, show_tree: bool = True
 ) -> dict[str, Any]:
-    """What the page shows, as JSON values. Only with `show_text`, errors too, which may quote a prompt.
+    """The data of the page, as JSON values. Messages of errors may quote a prompt: only with `show_text`.
 
-    The tree is that of `model` if there is one, else of the current model; None if the page has `seen` this version.
+    The tree is that of `model` if it has a cache, else of the current model; None if its version is `seen`.
     """
     held = read_caches(watched, lambda cache: (cache, cache.stats))
     models = [title(names) for names, _ in held]
@@ -149,7 +149,7 @@ def _tree(name: str, cache: PrefixCache, stats: CacheStats, running: int, seen: 
 
 
 def explanation_of(time_s: float, record: RequestRecord) -> dict[str, Any]:
-    """What a request found when it came, as JSON values; with texts if the cache shows them."""
+    """What the cache had for a request when it came, as JSON values; with texts if the cache shows them."""
     found = record.explanation
     gaps = [] if found is None else found.gaps
     fork = None if found is None else found.fork
@@ -176,12 +176,12 @@ class ReclaimBody(Checked):
 
     #: The most bytes that all caches may hold together afterwards.
     target_bytes: Annotated[int, Field(ge=0, lt=2**63)]
-    #: Only the state of this namespace counts and goes.
+    #: Count and evict only state of this namespace.
     namespace: Name | None = None
 
 
 class PromptBody(Checked):
-    """A prompt as tokens, prompt or messages, one of them. Other fields are those of OpenAI's routes."""
+    """A prompt in one of the fields tokens, prompt and messages. Other fields are those of OpenAI's routes."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -202,7 +202,7 @@ class PromptBody(Checked):
 
 
 def request_to_explain(body: dict[str, Any], options: ServeOptions) -> tuple[Request, list[int]]:
-    """The Request of any API's body, and its tokens if that is what it has. ApiError: a field is wrong."""
+    """The Request in a body of any API, and its tokens if the body has tokens, not text. ApiError: a field is wrong."""
     namespace = body.pop("namespace", None)
     if not isinstance(namespace, str | None):
         raise ApiError(400, "wanted a string.", param="namespace")
@@ -231,7 +231,7 @@ class WarmBody(PromptBody):
 
 
 async def _result_of(future: Future[T]) -> T:
-    """What a call of another thread returns. ApiError: it raised an error of the cache (409) or a ValueError (400)."""
+    """The result of a call on another thread. ApiError: it raised an error of the cache (409) or a ValueError (400)."""
     try:
         return await asyncio.wrap_future(future)
     except RadixCacheError as error:
@@ -245,7 +245,7 @@ async def _on_generation_thread(scheduler: Scheduler, work: Callable[[Models], d
 
 
 def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memory: ResponseMemory) -> APIRouter:
-    """Return the routes; `memory` has the conversations that a body to explain may go on with, and is cleared, too."""
+    """Return the routes. A body to explain may continue a conversation in `memory`; DELETE /cache clears it, too."""
     router = APIRouter()
     watch.attach(scheduler)
 
@@ -337,7 +337,7 @@ def cache_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memo
 def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, memory: ResponseMemory) -> APIRouter:
     router = APIRouter()
 
-    # The body is read here: clients that send a file with a request often leave out its type.
+    # The body is not read by FastAPI: clients that send a file as the body often give no content type.
     @router.post(EXPLAIN, openapi_extra=body_schema(PromptBody, EXPLAIN))
     async def explain(http_request: HttpRequest) -> Response:
         owner = str(getattr(getattr(http_request.state, "tenant", None), "name", ""))
@@ -370,9 +370,9 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
 
     @router.get("/cache/requests/{id}")
     def requested(id: str) -> Response:
-        """What one of the last requests found when it came, and its path now.
+        """What the cache had for one of the last requests when it came, and the path of its prompt now.
 
-        `id` is that of the reply, of the log, or the beginning of the one in the log.
+        `id` is the id in the reply or in the log, or the beginning of the id in the log.
         """
         id = re.sub(r"^(chatcmpl-|cmpl-|resp_|msg_)", "", id)
         caches = dict(scheduler.caches())
@@ -389,7 +389,7 @@ def _explain_routes(scheduler: Scheduler, watch: Watch, options: ServeOptions, m
 
 
 def _reclaim(caches: list[PrefixCache], target_bytes: int, namespace: str | None) -> None:
-    """Evict until all caches, or a namespace in each, hold `target_bytes`, first from models that are not in memory."""
+    """Evict until all caches together, or a namespace in each, hold `target_bytes`; unloaded models first."""
     for cache in caches:
         if namespace is not None:
             cache.reclaim(target_bytes, namespace)

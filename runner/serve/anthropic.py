@@ -1,13 +1,13 @@
 """Anthropic's Messages API: bodies, their translation to OpenAI's form, replies, routes. Never imports MLX.
 
-    MessagesBody      what the client sent, checked; becomes a Request by way of ChatBody
+    MessagesBody      what the client sent, checked; it becomes a ChatBody, then a Request
     MessageWriter      the reply, whole or as events
     anthropic_routes  POST /v1/messages and /v1/messages/count_tokens
 
-`runner/script/anthropic_blocks.py` turns blocks into messages. Every end of a message is a checkpoint anyway, so a mark
-(`cache_control`) adds a checkpoint only on a text inside a message. Tools that Anthropic's servers run, and what they
-did in past turns, are left out, with a line in the log. The server refuses documents that are not text. A last turn of
-the assistant is a beginning that the reply continues. `null` means the same as no field.
+`runner/script/anthropic_blocks.py` turns blocks into messages. Each end of a message is a checkpoint anyway. So a mark
+(`cache_control`) adds a checkpoint only on a text inside a message. Tools that Anthropic's servers run, and their calls
+in past turns, are left out, with a line in the log. The server refuses documents that are not text. If the last turn is
+the assistant's, the reply continues it. `null` means the same as no field.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
 class ToolChoice(Checked):
-    """Whether the model may call tools, must not, must call one, or must call the one that is named."""
+    """Whether the model may call tools, must not, must call one, or must call the tool with this name."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
@@ -77,7 +77,7 @@ class ToolChoice(Checked):
 
 
 class AnthropicPromptBody(AnthropicChat):
-    """The body of POST /v1/messages/count_tokens: what becomes the prompt."""
+    """The body of POST /v1/messages/count_tokens: the fields that make the prompt."""
 
     model: str
     messages: Annotated[Many[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -135,8 +135,8 @@ Body = TypeVar("Body", bound=AnthropicPromptBody)
 class MessageWriter(BlockWriter):
     """Writes one reply.
 
-    First message_start, when the cached tokens are known, and pings until then; `_add` gives content_block_start,
-    _delta and _stop; `_end` message_delta and message_stop.
+    It sends pings until the cached tokens are known, then message_start. `_add` gives content_block_start, _delta and
+    _stop; `_end` gives message_delta and message_stop.
     """
 
     def __init__(self, reply: ServedReply, model: str) -> None:
@@ -218,7 +218,7 @@ class MessageWriter(BlockWriter):
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
-    """Count each prompt token once. Writing to the cache costs nothing, so its count is 0."""
+    """Count each prompt token once. Writes to the cache are free, so their count is 0."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,

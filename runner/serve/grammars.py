@@ -1,19 +1,19 @@
-"""Structured output: which tokens a reply may have next, so that it becomes what a request's Constraint says.
+"""Grammars: structured output. They say which tokens may come next, so that a reply satisfies its Constraint.
 
-    Grammars    of one loaded model: makes the Guide of a reply, on threads of its own; keeps compiled grammars
+    Grammars    for one loaded model: makes the Guide of each reply, on its own threads; keeps compiled grammars
     Guide       reads the reply token by token, and says which tokens may be next
 
 llguidance compiles the rules of rules.py and makes the masks. A Guide is in one phase at a time:
 
     thinking    anything but the end of the reply, up to the mark that ends the reasoning
     grammar     JSON of the schema, or calls of functions with arguments of their schemas
-    free        anything; also behind the beginning of a tool call that may be and need not
-    over        the end of the reply alone
+    free        anything; also after the start of an optional tool call
+    over        only the end of the reply
 
-  GR1  A reply that ends by itself is what its constraint says. A reply that max_tokens cuts off need not be.
-  GR2  What a schema costs is bounded: compilation by the schema's size and llguidance's limits, a mask by the limits.
-  GR3  A reply that goes beyond a limit ends alone. Copies of a matcher share a lexer, which then fails for all of them:
-       each reply goes on with a matcher of its own, and later requests get a new one.
+  GR1  A reply that ends by itself satisfies its constraint. A reply that max_tokens cuts off may not.
+  GR2  The cost of a schema is bounded: compilation by its length and llguidance's limits, a mask by these limits.
+  GR3  If a reply exceeds a limit, only this reply ends. Its matcher shares a lexer with copies in other replies, which
+       then fails for all. So each of these replies makes its own new matcher, and later requests get a new one.
 
 Any thread may use Grammars; one thread uses a Guide. Never imports MLX.
 """
@@ -42,10 +42,10 @@ LIMITS: Mapping[str, Any] = {
     "step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 10_000, "initial_lexer_fuel": 200_000,
     "max_grammar_size": 200_000, "verbose_errors": False,
 }  # fmt: skip
-TAIL = 64  # bytes and tokens of a reply in which marks are found
+TAIL = 64  # the last bytes, and the last tokens, of a reply in which marks are searched
 
 Phase: TypeAlias = Literal["thinking", "grammar", "free", "over"]
-Words: TypeAlias = NDArray[np.uint32]  # a bit for each token
+Words: TypeAlias = NDArray[np.uint32]  # a mask: one bit for each token
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,16 @@ class Marks:
 
 
 class Grammar(NamedTuple):
-    """A matcher that has consumed nothing, and `renew`, which makes one that shares nothing with others."""
+    """A matcher that has consumed nothing, and `renew`, which makes a matcher that shares no lexer with others."""
 
     matcher: llguidance.LLMatcher
     renew: Callable[[], llguidance.LLMatcher]
 
 
 class Guide:
-    """Called once for each token of a reply, with the token before.
+    """Gives the mask for each token of a reply, when called with the token before it.
 
-    `whole` is the grammar of the reply, and `calls` that of the calls which it may have; None: anything.
+    `whole` is the grammar of the whole reply, `calls` the grammar of optional calls in it; None: anything is allowed.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class Guide:
     ) -> None:
         self._marks, self._constraint, self._calls, self._grammar = marks, constraint, calls, whole
         self._matcher = None if whole is None else whole.matcher
-        self._consumed: list[int] = []  # by the matcher
+        self._consumed: list[int] = []  # the tokens that the matcher has consumed
         self._phase: Phase = "free" if whole is None else "thinking" if is_thinking else "grammar"
-        #: What may stand in place of the grammar, by its first token.
+        #: Marks that may come in place of the grammar, with the phase after them; by their first tokens.
         self._openers: dict[int, tuple[tuple[int, ...], Phase]] = {}
         if marks.think_start and may_think:
             self._openers[marks.think_start[0]] = marks.think_start, "thinking"
@@ -129,7 +129,7 @@ class Guide:
         self._tail = b""
 
     def __call__(self, token: int | None) -> NDArray[np.bool_] | None:
-        """The tokens (V,) that may come behind `token`, None at the beginning; None: all may. ApiError: none may."""
+        """A mask (V,) of the tokens that may follow `token` (None: the start); None: all may. ApiError: none may."""
         if token is not None:
             self._read(token)
         words = self._allowed()
@@ -163,7 +163,7 @@ class Guide:
                 self._phase = "over"
 
     def _follow_calls(self, calls: Grammar) -> None:
-        """Begin the grammar of calls behind the opening mark of a call, and end it behind the closing mark."""
+        """Begin the grammar of calls at the opening mark of a call, and end it after the closing mark."""
         marks = self._marks
         if self._phase == "free" and marks.call_start_text in self._tail:
             self._tail = self._tail.partition(marks.call_start_text)[2]
@@ -181,7 +181,7 @@ class Guide:
                 self._begin_anew()
 
     def _mask(self) -> Words:
-        """The tokens that the grammar allows. ApiError: it cannot be made within the limits."""
+        """A mask of the tokens that the grammar allows. ApiError: computing it exceeds a limit."""
         for is_last in (False, True):
             assert self._matcher is not None
             words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._marks.word_count]
@@ -211,7 +211,7 @@ class Guide:
             words = self._mask()
             return words | marks.words([*self._openers]) if self._openers else words
         refused: list[int] = []
-        # A mark of several tokens is refused at its last one.
+        # If a mark has several tokens, only its last token is refused.
         is_at_call = bool(start) and self._recent[len(self._recent) - len(start) + 1 :] == [*start[:-1]]
         if self._phase == "thinking":
             refused = [*marks.ends, *(start[-1:] if is_at_call else ())]
@@ -220,7 +220,7 @@ class Guide:
         return ~marks.words(refused) if refused else None
 
 
-#: Beginnings of llguidance's errors that do not name the keyword, and what to put before them.
+#: For errors of llguidance that do not name the keyword: how they begin, and what to put before them.
 UNNAMED = {"regex": "pattern: ", "Resource": "$ref: ", "Pointer": "$ref: "}
 #: Errors that name an option of llguidance, and what to say in place of them.
 REWORDED = {
@@ -236,7 +236,7 @@ class RefusedGrammar(NamedTuple):
 
 
 class Grammars:
-    """Compiles grammars for one model. Refused grammars are remembered like others: to refuse one takes as long."""
+    """Compiles grammars for one model. It also keeps refused grammars, as finding their error takes as long."""
 
     def __init__(self, tokenizer: Any, vocabulary_length: int) -> None:
         self._tokenizer, self._vocabulary_length = tokenizer, vocabulary_length
@@ -269,7 +269,7 @@ class Grammars:
             text = self._grammar(f"start: %json {schema_of(constraint)}\n", marks, request)
         is_thinking = prompt.initial_state == "reasoning"
         may_think = not is_thinking and not _has_thought(prompt.tokens, tokenizer)
-        may_think &= not request.has_plain_calls(tokenizer)  # its marks could be part of a text in a call
+        may_think &= not request.has_plain_calls(tokenizer)  # marks of reasoning could be text in a call
         whole, within = (calls, None) if is_required else (text, calls)
         return Guide(marks, constraint, whole, within, is_thinking=is_thinking, may_think=may_think)
 
@@ -309,7 +309,7 @@ def error_of(matcher: llguidance.LLMatcher) -> str:
 
 
 def _has_thought(tokens: list[int], tokenizer: Any) -> bool:
-    """Whether a prompt ends with closed reasoning, most often empty: the template has switched reasoning off."""
+    """Whether a prompt ends with closed reasoning. Templates write it empty to switch reasoning off."""
     if not tokenizer.has_thinking:
         return True
     start, end = tokenizer.rfind_think_start(tokens), tokenizer.rfind_think_end(tokens)
@@ -328,7 +328,7 @@ def _refused(error: str, request: Request, marks: Marks, *, is_call: bool) -> Re
             if found := llguidance.LLMatcher.validate_grammar(schema, marks.tokenizer, limits=limits()):
                 error, at = found, schema_at(index)
                 break
-    # llguidance shows the grammar behind the reason.
+    # llguidance's error has the grammar after the reason.
     why = " ".join(error.split()).rpartition("failed to compile JSON schema: ")[2].partition(" 1 | %llguidance")[0]
     keyword = next((name for start, name in UNNAMED.items() if why.startswith(start)), "")
     return RefusedGrammar(next((words for option, words in REWORDED.items() if option in why), keyword + why), at)

@@ -1,20 +1,20 @@
 """Middleware: what every HTTP request passes before it reaches its route. Pure ASGI; never imports MLX.
 
-    Frame       a prefix of the path, which asks for volatile parts behind the tools; CORS headers; errors in the form
-                of the API that was called; one count a request; a log of refusals
-    Access      which requests reach a route, and as whom, by the keys of a Keyring
-    BodyLimit   a request reaches its route once its whole body is there, and small enough, in bytes and in JSON values
+    Frame       removes the prefix of a path (see volatile.py), adds CORS headers, writes errors in the form of the API
+                that was called, counts requests and logs refusals
+    Access      passes or refuses a request by the keys of a Keyring, and finds its tenant
+    BodyLimit   passes a request when its whole body is there, and small enough in bytes and in JSON values
 
-  A1  A connection over loopback shows a valid key, or names this machine or an allowed host in its Host header. A web
-      page whose name resolves to this machine (DNS rebinding) cannot do that.
-  A2  With a file of keys, every route but /health needs one of them or the admin's key.
-  A3  The admin's routes (/metrics, /cache and below) need the admin's key if there is one. Without one they answer only
-      this machine, and nobody if tenants have namespaces.
+  A1  A request over loopback needs a valid key, or a Host header that names this machine or an allowed host. A web page
+      whose name resolves to this machine (DNS rebinding) has neither.
+  A2  With a key file, every route but /health needs one of its keys or the admin's key.
+  A3  The admin's routes (/metrics, /cache and below) need the admin's key if one is set. If none is set, they answer
+      only this machine, and nobody if tenants have namespaces.
   A4  The admin's routes refuse pages of another origin, and have no CORS headers.
-  A5  Unless every origin is allowed, a page of another origin changes nothing without a preflight that succeeded.
-  A6  Request headers are bounded in number and size.
+  A5  Unless all origins are allowed, a page of another origin can change nothing without a successful preflight.
+  A6  Request headers are limited in number and size.
 
-Behind a proxy on this machine, every client looks local: only an admin's key is safe then.
+Behind a proxy on this machine, every client looks local: set an admin's key there.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 
 OnHttp: TypeAlias = Callable[[str, int, str, str], None]  # see Watch.on_http
 
-MAX_BODIES = 16  # bodies of the largest size that may be in memory at a time
+MAX_BODIES = 16  # the most memory for bodies, in bodies of the largest size
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 100
 OPEN, PAGE = "/health", "/cache"
-REFUSALS_LOGGED, REFUSALS_S = 20, 10  # at most so many lines about refused requests in so many seconds
+REFUSALS_LOGGED, REFUSALS_S = 20, 10  # the most log lines about refused requests in a period; its seconds
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers by which a proxy names its client
 
 
@@ -69,9 +69,9 @@ ANYONE = Tenant("")
 class Keyring:
     """The keys of a server. A line of a file has a name, which logs and metrics may show, and a secret key.
 
-    `tenants` has the keys for all routes but the admin's; without the file these routes are open. `admin` has one key,
-    for all routes. With `is_namespaced`, each tenant has a namespace; the admin has the nameless one. KeyFileError: a
-    file cannot be read, a line is not a name and a key, or two lines share a name or a key.
+    File `tenants` has the keys for all routes but the admin's; without it these routes are open. File `admin` has one
+    key, for all routes. With `is_namespaced`, each tenant has a namespace, and the admin has "". KeyFileError: a file
+    cannot be read, a line is not a name and a key, or two lines share a name or a key.
     """
 
     def __init__(self, tenants: Path | None, admin: Path | None, *, is_namespaced: bool = False) -> None:
@@ -152,7 +152,7 @@ class Access:
             path, headers = scope["path"], Headers(scope=scope)
             tenant = self._keyring.holder(_keys(headers))
             scope.setdefault("state", {})["tenant"] = tenant or ANYONE
-            # The client whose turn a request takes: its key's name, or its address.
+            # Clients take turns. A client is the name of a key, or an address.
             CLIENT.set(tenant.name if tenant else (scope.get("client") or ("",))[0])
             self._require_known_host(scope, headers, has_key=tenant is not None)
             if "*" not in self._allowed_origins:
@@ -161,7 +161,7 @@ class Access:
                 if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
                     raise ApiError(403, "this route does not answer pages of other web origins.")
                 if tenant is None and self._keyring.has_admin and (scope["method"], path) == ("GET", PAGE):
-                    # A browser sends no key with the page, which holds no data and asks for the key.
+                    # A browser loads the page without a key. The page holds no data and asks for the key.
                     return await self._app(scope, receive, _as_unauthorized(send))
             if tenant is None and self._keyring.needs_key and path != OPEN:
                 raise ApiError(401, "no valid key; wanted one in Authorization: Bearer or in x-api-key.")
@@ -180,7 +180,7 @@ class Access:
             raise ApiError(403, f"Host is {cut(host)!r}; over the loopback interface wanted {wanted}.")
 
     def _require_known_page(self, method: str, headers: Headers) -> None:
-        """Refuse what a browser sends for a page of another origin without a preflight. JSON bodies need one."""
+        """Refuse what a page of another origin can send without a preflight. JSON bodies need a preflight."""
         origin = headers.get("origin")
         if origin is None or method in ("GET", "HEAD") or urlsplit(origin).netloc == headers.get("host"):
             return
@@ -215,12 +215,12 @@ class Access:
 def _keys(headers: Headers) -> list[str]:
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = [bearer.strip()] if scheme.lower() == "bearer" else []
-    # At most one of each: every key is compared with each of them.
+    # At most two, since each is compared with every key of the server.
     return [*given, headers.get("x-api-key", "")]
 
 
 def _name(host: str) -> str:
-    """The name or address in a Host header, in small letters; "": there is none."""
+    """The name or address in a Host header, in lower case; "": there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -243,9 +243,9 @@ def _as_unauthorized(send: Send) -> Send:
 
 
 class BodyLimit:
-    """Passes requests to `app` with whole bodies, unless the client leaves before. ApiError: a body is too much.
+    """Passes a request to `app` when its body is complete, if the client is still there. ApiError: too many bytes.
 
-    `request.state.hold` adds bytes that the server had stored and the request goes on with.
+    A route calls `request.state.hold` to count stored bytes that the request continues, as if they were in the body.
     """
 
     def __init__(self, app: ASGIApp, *, max_mib: float) -> None:
@@ -301,7 +301,7 @@ class BodyLimit:
 
 
 def _without_prefix(scope: Scope) -> Scope:
-    """Take the prefix of `radixcache launch` off the path of an API: see volatile.py."""
+    """Remove the prefix of `radixcache launch` from the path of an API: see volatile.py."""
     path = scope["path"].removeprefix(PREFIX)
     if path == scope["path"] or not path.startswith(("/v1/", "/api/")):
         return scope
@@ -310,7 +310,7 @@ def _without_prefix(scope: Scope) -> Scope:
 
 
 class Frame:
-    """Adds CORS headers, answers when `app` raises, and calls `count` as Watch.on_http with each request."""
+    """Adds CORS headers, answers with an error if `app` raises, and calls `count` (Watch.on_http) for each request."""
 
     def __init__(self, app: ASGIApp, *, allowed_origins: Sequence[str], count: OnHttp) -> None:
         self._app, self._allowed_origins, self._count = app, allowed_origins, count
@@ -358,7 +358,7 @@ class Frame:
             if reason := scope.get("state", {}).get("refused", ""):
                 self._refusals.log(scope, status or CLIENT_CLOSED_REQUEST, reason)
             route = getattr(scope.get("route"), "path", "")
-            shown = route or cut(scope["path"])  # a label of a metric must not be a client's to choose
+            shown = route or cut(scope["path"])  # a client must not choose the label of a metric
             self._count(route or "other", status or CLIENT_CLOSED_REQUEST, reason, shown)
 
     def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
@@ -381,7 +381,7 @@ def _require_small_head(scope: Scope) -> None:
 
 
 class Refusals:
-    """Logs refused requests, a line each, bounded in rate; the next line counts what was left out."""
+    """Logs a line for each refused request, up to a rate. The next line counts the requests that were left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._since_s, self._lines = clock, clock(), 0
@@ -399,7 +399,7 @@ class Refusals:
             logger.warning("refused %s of %s: %d, %s", route, who, status, cut(reason))
 
 
-#: What the field `messages` is called on routes that have another one.
+#: For routes without a field `messages`: the field that they have in its place.
 CONVERSATIONS = {"/responses": "input", "/completions": "prompt"}
 
 

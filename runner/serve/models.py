@@ -1,10 +1,10 @@
-"""Models: which weights are loaded, and the cache of each model. Belongs to the generation thread.
+"""Models: which weights are loaded, and the cache of each model. The generation thread uses it.
 
     names of a request ──▶ key ──▶ weights       one model at a time, as in mlx_lm.server
-                           └──▶ PrefixCache   one each, all on one ledger; it stays while other models run
+                           └──▶ PrefixCache   one for each model, with one budget for all; kept when a model is unloaded
 
-A model that is loaded again finds its prefixes, unless they were evicted, its files have changed, or too many other
-models were asked meanwhile. All spellings of a model's name are one key.
+A model that is loaded again has its prefixes, except if they were evicted or its files have changed. MOST_OTHER_CACHES
+limits how many models keep a cache. All spellings of a model's name give one key.
 
 A warm file (`read_warm_file`) names system prompts and conversations to prefill and pin at start:
 
@@ -12,8 +12,8 @@ A warm file (`read_warm_file`) names system prompts and conversations to prefill
     {"name": "support", "system": "You answer customers ...", "tools": [...]}
     {"name": "onboarding", "messages": [{"role": "system", "content": "..."}, {"role": "user", "content": "..."}]}
 
-A .jsonl file has one of these a line; any other file is JSON, one of them or a list. `name` is the name of the pin
-(default "warm-1" and so on). Requests of `namespace` find it: the name of a key with --namespace-by key.
+A .jsonl file has one entry per line; any other file is JSON, with one entry or a list. `name` is the name of the pin
+(default "warm-1" and so on). Only requests of `namespace` find it; with --namespace-by key, that is a key's name.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from runner.text import cut
 
 logger = logging.getLogger(__name__)
 
-COUNTED_CONTEXTS = 4  # times the context: the longest prompt whose tokens are counted
-#: Caches that are kept beside that of the served model: those of the models that were asked last.
+COUNTED_CONTEXTS = 4  # times the context: tokens of longer prompts are not counted
+#: Caches that are kept besides that of the default model: those that were used last.
 MOST_OTHER_CACHES = 8
 WANTED = "system prompts or conversations: text, or objects with system or messages"
 
@@ -83,7 +83,7 @@ class WarmEntry:
 
     def tokens(self, tokenizer: Any, options: ServeOptions) -> NDArray[Any]:
         """The tokens that all conversations with this beginning share. WarmFileError: there are none."""
-        is_open = self.messages[-1]["role"] in ("system", "developer")  # templates need a message behind it
+        is_open = self.messages[-1]["role"] in ("system", "developer")  # templates need a message after these
         own = behind_tools([*self.messages])[0] if options.move_volatile else self.messages
         messages = [*own, *([{"role": "user", "content": "Hello"}] if is_open else [])]
         is_plain_text = not options.special_tokens_in_text
@@ -99,7 +99,7 @@ class WarmEntry:
 
 
 def read_warm_file(path: Path) -> list[WarmEntry]:
-    """Read a warm file. WarmFileError: it cannot be read, or has another form than above."""
+    """Read a warm file. WarmFileError: it cannot be read, or has another form than the header of this module says."""
     if path.suffix == ".jsonl":
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -134,9 +134,9 @@ class _CachedModel(NamedTuple):
 
 
 class Models:
-    """The loaded model, and the caches of all. StoreError, ValueError: --disk or --redis cannot be used.
+    """The loaded model, and the caches of all models. StoreError, ValueError: --disk or --redis cannot be used.
 
-    `current` is None before the first model and after a failed load; `ledger` until a model's size gives its budget.
+    `current` is None before the first load and after a failed one. `ledger` is None until a model gives the budget.
     """
 
     def __init__(self, options: ServeOptions, on_event: OnEvent | None = None) -> None:
@@ -144,7 +144,7 @@ class Models:
         self.ledger = None if options.budget_bytes is None else Ledger(options.budget_bytes)
         self._options, self._on_event = options, on_event
         self._cached: dict[ModelNames, _CachedModel] = {}
-        # The second thread goes on while the first one loads a tokenizer; the third one is for other clients.
+        # A client has two threads: while one loads a tokenizer, the other goes on. The third is for other clients.
         self._renderer = FairThreads(3, 2, "prompts")
         self._trace = None if options.trace is None else TraceWriter(options.trace)
         self._stores: list[DiskStore | RedisStore] = []
@@ -163,7 +163,7 @@ class Models:
         return {name: store.stats for store in self._stores for name in store.tiers}
 
     def open(self, key: ModelNames) -> ServedModel:
-        """Replace the current model, which is idle. ModelError: the other one cannot be found or loaded."""
+        """Load a model in place of the current one, which is idle. ModelError: it cannot be found or loaded."""
         if self.current is not None and self.current.key == key:
             return self.current
         fingerprint = _fingerprint(key)
@@ -204,7 +204,7 @@ class Models:
             raise ModelError(f"model {model.key.model}: {given} does not work with it: {error}") from error
 
     def refusal(self, names: ModelNames, error: Exception) -> ApiError:
-        """What a client is told of a model that cannot be loaded; with keys, nothing that depends on files here."""
+        """The error for a client whose model cannot be loaded. If keys are set, it tells nothing about files here."""
         if self._options.api_keys is not None:
             logger.warning("model %s cannot be loaded: %s", cut(names.model), cut(str(error)))
             return ApiError(404, "the model cannot be loaded here.", param="model", code=NO_MODEL)
@@ -213,15 +213,15 @@ class Models:
         return ApiError(500, str(error))
 
     def loaded(self, names: ModelNames) -> ServedModel:
-        """The loaded model. ApiError: it has other names."""
+        """The loaded model. ApiError: another model is loaded, or none."""
         if self.current is None or self.current.key != self._options.key_of(names):
             raise ApiError(409, f"model {names.model!r} is not in memory; ask it something first.", param="model")
         return self.current
 
     def rendering(self, asked: Request) -> Future[RenderedPrompt]:
-        """Have a prompt made on another thread, also for a model that is not loaded. ApiError: as for a reply.
+        """Make a prompt on another thread, also for a model that is not loaded. ApiError: as for a reply.
 
-        Prompts beyond the context are made, too, up to COUNTED_CONTEXTS of it: whoever counts tokens wants their count.
+        The prompt may have COUNTED_CONTEXTS times the tokens of the context: the client may only want their count.
         """
         key, current = self._options.key_of(asked.names), self.current
         if current is None or current.key.model != key.model:
@@ -233,9 +233,9 @@ class Models:
         return rendering
 
     def warming(self, asked: Request) -> Future[NDArray[Any]]:
-        """Have tokens for the loaded model's `warm` made on another thread: what all continuations share.
+        """Make tokens for `ServedModel.warm` on another thread: those that all continuations of a prompt share.
 
-        ApiError: as `loaded`; there are images. WarmFileError: there are no such tokens.
+        ApiError: as for `loaded`, or there are images. WarmFileError: there are no such tokens.
         """
         loaded = self.loaded(asked.names)
         if any(mlx_lm_border.image_parts(asked.messages)):
@@ -343,7 +343,7 @@ def _choose_template(tokenizer: Any, options: ServeOptions) -> None:
 
 
 def _can_share(model: Any, fresh: Callable[[], list[Any]]) -> bool:
-    """Try whether the model decodes several rows. The trial is remembered, so no request waits for it."""
+    """Try whether the model decodes several rows. The result is remembered, so no request waits for this trial."""
     try:
         with PrefixCache(caches=fresh, budget_bytes=1) as cache:
             cache.begin_many(capacity=1).close()

@@ -1,12 +1,12 @@
-"""From a Request to prompt tokens, made by mlx_lm.server's own code, and offsets worth a checkpoint.
+"""Prompts: the tokens of a Request, made by mlx_lm.server's own code, and the offsets worth a checkpoint.
 
 An Anthropic tool result becomes a prompt in three steps: anthropic.py turns its block into a message with role "tool",
 the model's chat template renders all messages, and the tokenizer makes tokens of the text.
 
-An image is a run of tokens that all images of its size share. In the tree each image has keys of its own.
+All images of one size have the same tokens. In the tree, each image has its own keys.
 
-A prompt that is longer than the context is refused before it is made, as far as its length in characters shows. The
-rest is counted piece by piece, up to the context's end. So no prompt costs more than the longest one that is served.
+If the number of characters shows that a prompt is longer than the context, it is refused before it is made. Other long
+texts are tokenized in pieces until they exceed the context. So no prompt costs more than the longest that is served.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from runner.serve.request import ApiError, Request
 from runner.serve.schemas import ArgumentSchema, argument_schemas
 
 FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
-#: Of all images of a prompt. Decoding takes 3 bytes a pixel, and a file of a few KB can have that many.
+#: The most of all images of a prompt. Decoding takes 3 bytes a pixel, and a file of a few KB can have so many pixels.
 MAX_PIXELS = 1 << 27
 MARKED_TEXTS = 4  # most marks in Anthropic's API
-THINKING_TOKENS = 11  # most tokens of a reply's opening that begins with reasoning, as in mlx_lm.server
-#: A text with more characters for each token of the context is counted in pieces before it is tokenized as a whole.
+THINKING_TOKENS = 11  # the mark of reasoning is among the last tokens of a prompt, as in mlx_lm.server
+#: A text with more than WHOLE_CHARACTERS for each token of the context is first counted in pieces.
 PIECE_CHARACTERS, WHOLE_CHARACTERS = 1 << 16, 8
-#: Characters of all that a request has, for each token of the context: templates may leave out tools and reasoning.
+#: The most characters of a request for each token of the context; templates may leave out tools and reasoning.
 LEFT_OUT_CHARACTERS = 64
 UNBOUNDED_TOKENS = 1 << 20  # most tokens of a prompt for a model without a context length, or with --context
-#: Types of parts whose strings are no text.
+#: Types of content parts whose strings are not text.
 IMAGES = ("image", "image_url", "input_image")
-UNKNOWN_LONGEST = 256  # characters of the longest token, of a tokenizer that does not show its vocabulary
+UNKNOWN_LONGEST = 256  # characters assumed for the longest token if a tokenizer does not show its vocabulary
 _TEXT, _OPENING = "the text", "the opening of the reply"  # parts of a prompt
 
 
@@ -54,13 +54,13 @@ class RenderedPrompt:
     Attributes:
         marks: where other prompts may diverge: the end of the system prompt and of messages.
         initial_state: of mlx-lm's text state machine.
-        vision: mlx-lm's Vision of its images; None: there are none.
+        vision: mlx-lm's Vision of the images; None: there are none.
         parts: where each part ends, and its name; empty: not known, see `part_at`.
-        chat: what the template took; None: there is no template.
-        echo: its text, if the request wants it with the reply.
-        prediction: the reply that the client expects, in tokens, as far as a reply can use it; None: it expects none,
-            or there are images.
-        arguments: of the functions that the reply may call.
+        chat: what the chat template was given; None: there is no template.
+        echo: the text of the prompt, if the request wants it in the reply.
+        prediction: the tokens of the reply that the client predicts, or the first of them that a reply can use; None:
+            no reply is predicted, or there are images.
+        arguments: for each function that the reply may call, the schemas of its arguments.
     """
 
     tokens: list[int]
@@ -75,7 +75,7 @@ class RenderedPrompt:
 
     @property
     def keys(self) -> list[int] | None:
-        """The tree's keys, one for each token; None: the tokens."""
+        """The keys for the tree, one for each token; None: the tokens themselves."""
         return None if self.vision is None else self.vision.cache_key
 
     def part_at(self, start: int) -> str:
@@ -95,14 +95,14 @@ def prompt_of(
 ) -> RenderedPrompt:
     """Return the request's prompt in tokens.
 
-    ApiError: it is empty, template, tokenizer or processor refuse it, or it is certainly longer than `most_tokens`.
+    ApiError: template, tokenizer or processor refuse the request; the prompt is empty or longer than `most_tokens`.
 
     Args:
         template_args: of the server; the request's own take precedence.
-        processor: of images; None: they are refused.
-        with_marks: mark the ends of messages and of `request.marked_texts`, for models that cannot resume at any token.
-        special_tokens: the text of a control token in a message is that token; else it stays text.
-        most_tokens: None: there is no limit, or the caller counts.
+        processor: of images; None: images are refused.
+        with_marks: mark the ends of messages and of `request.marked_texts`, for models that resume only at checkpoints.
+        special_tokens: read the text of a control token in a message as that token; else as plain text.
+        most_tokens: only a prompt that is certainly longer is refused; None: there is no limit, or the caller counts.
     """
     is_chat = request.prompt is None
     if is_chat and not request.messages:
@@ -124,7 +124,7 @@ def prompt_of(
         else:
             text = _text_without_template(with_text(request.messages, None), request.role_mapping)
             if most_tokens is not None:
-                require_fitting([text], tokenizer, most_tokens)  # a small body may name a long role many times
+                require_fitting([text], tokenizer, most_tokens)  # a small body may have a long role in many messages
             prompt = RenderedPrompt(tokenizer.encode(text), (), "normal")
         if request.tools:
             prompt = replace(prompt, arguments=argument_schemas(request.tools))
@@ -159,7 +159,7 @@ def _chat_prompt(
         if not isinstance(chat.rendering, str):
             raise ValueError("there is an image, and the tokenizer's chat template gives no text.")
         images = [mlx_lm_border.decode_image(url) for url in urls]
-        chat.rendering, pixel_values = processor(chat.rendering, images=images)  # one token becomes many
+        chat.rendering, pixel_values = processor(chat.rendering, images=images)  # the token of an image becomes many
         token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
         vision = mlx_lm_border.make_vision(
             chat.tokens.tolist(), urls=urls, pixel_values=pixel_values, token_id=token_id
@@ -178,7 +178,7 @@ def _chat_prompt(
 
 
 def require_short(request: Request, tokenizer: Any, most_tokens: int) -> None:
-    """Raise ApiError.of_length if a request is too long, whatever the template makes of its texts."""
+    """Raise ApiError.of_length if the prompt is certainly too long, whatever the template leaves out."""
     if not isinstance(request.prompt, str | None):
         if len(request.prompt) > most_tokens:
             raise ApiError.of_length(len(request.prompt), most_tokens)
@@ -222,7 +222,7 @@ def _longest_token(tokenizer: Any) -> int:
 
 
 def _characters(value: Any) -> int:
-    """The characters of all texts in JSON values, but for images."""
+    """The characters of all strings in JSON values, except those of images."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -231,7 +231,7 @@ def _characters(value: Any) -> int:
 
 
 def with_text(messages: Sequence[dict[str, Any]], processor: Any) -> list[dict[str, Any]]:
-    """The messages with content that is text, or text and images. ValueError: there are parts of another type."""
+    """The messages, their content joined to one text if there are no images. ValueError: a part has another type."""
     found = []
     for message in messages:
         content = message.get("content")
@@ -245,7 +245,7 @@ def with_text(messages: Sequence[dict[str, Any]], processor: Any) -> list[dict[s
 
 
 def _text_without_template(messages: list[dict[str, Any]], role_mapping: Mapping[str, str] | None) -> str:
-    """The prompt of a model without a chat template, in mlx-lm's form. A last reply is continued."""
+    """The prompt of a model without a chat template, in mlx-lm's form. If a reply is last, continue it."""
     for message in messages:
         if message["role"] == "developer" and "developer" not in (role_mapping or {}):
             message["role"] = "system"  # mlx-lm has no prefix for developers
@@ -265,8 +265,8 @@ def last_at(tokens: list[int], sequence: Sequence[int]) -> int:
 def part_at(request: Request, tokenizer: Any, tokens: Sequence[int], start: int) -> str:
     """Name the part of a prompt that token `start` belongs to: the list of tools, or a message.
 
-    The texts of the parts are looked for in the text of the prompt. What stands between two texts, such as the role of
-    a message, belongs to the part behind it.
+    The text of each part is searched in the text of the prompt. What is between two parts, such as the role of a
+    message, belongs to the later part.
     """
     if request.prompt is not None:
         return _TEXT
@@ -276,7 +276,7 @@ def part_at(request: Request, tokenizer: Any, tokens: Sequence[int], start: int)
 
 
 def _parts(request: Request, places: Sequence[Span], tools: Span) -> list[tuple[int, str]]:
-    """Where each part ends in a prompt's text, in order, and its name. A part that is not found ends with the next."""
+    """The end of each part in the text of a prompt, in order, and its name. A part that is not found is left out."""
     named = zip(places, map(message_name, request.messages, range(len(places))), strict=True)
     return sorted((end, name) for (_, end), name in [(tools, TOOL_LIST), *named] if end)
 
@@ -302,10 +302,10 @@ def require_images(messages: Iterable[dict[str, Any]], processor: Any) -> None:
 
 
 def embedder(model: Any, tokens: list[int], vision: Any) -> Callable[[int], mx.array]:
-    """Return a function from an offset to the embeddings (T, D) of the prompt behind it. `vision`: of all images."""
+    """Return a function that gives the embeddings (T, D) of the prompt from an offset on. `vision`: of all images."""
 
     def embed(offset: int) -> mx.array:
-        start = offset  # or the start of the image there, which is embedded again
+        start = offset  # inside an image: the start of the image, which is embedded again
         while vision.cache_key[start] < 0 and start not in vision.starts:
             start -= 1
         images = vision.pixel_values[sum(first < start for first in vision.starts) :]

@@ -2,14 +2,14 @@ r"""ReplyReader: splits what a model writes into text, reasoning and tool calls,
 
 Calls in tags are read here, all others with mlx-lm's parser.
 
-In the forms with tags, each argument stands between tags of its own, and nothing but the schema tells a text from
-JSON. mlx-lm's parsers of these forms strip texts, turn `yes` into false and `null` into None, and lose a call whose
-integer is none. Here:
+In the forms with tags, each argument has its own tags, and only the schema shows whether it is a text or JSON. mlx-lm's
+parsers of these forms strip texts and read `yes` as false and `null` as None. They lose a call if an integer argument
+is not an integer. Here:
 
-  TC1  A value that a chat template wrote between tags is read as this value, if the schema allows its type. Where the
-       schema allows texts and other types, a text that reads like such a value is read as the value.
-  TC2  What is not of an allowed type keeps its text, character by character.
-  TC3  A text is read as a whole: a call has all arguments of the text, or reading fails.
+  TC1  A value that a chat template wrote between tags is read as this value, if the schema allows its type. If the
+       schema allows texts and other types, a text that looks like a value of another type is read as that value.
+  TC2  An argument that is not of an allowed type stays a text, with every character.
+  TC3  The text of a call is read completely, with all arguments, or reading fails.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from runner.text import cut
 logger = logging.getLogger(__name__)
 
 _ARGUMENTS = re.compile(r'(?<="name").*?"(?:arguments|parameters)"\s*:', re.DOTALL)
-#: Of Python, which some templates write in place of JSON.
+#: Words of Python, which some templates write in place of JSON.
 _WORDS = {"True": True, "False": False, "None": None}
 _NOTHING = object()
 ANYTHING = ArgumentSchema(frozenset(KINDS.values()))
 
 
 class _Tags(NamedTuple):
-    """Patterns of a call, with `name` and `body`, and of an argument, with `key` and, as the last group, the value."""
+    """Patterns of a call (groups `name`, `body`) and of an argument (group `key`; the last group is the value)."""
 
     call: re.Pattern[str]
     argument: re.Pattern[str]
@@ -52,7 +52,7 @@ def _tags(call: str, argument: str) -> _Tags:
 
 
 def _arg_tags(prefix: str) -> _Tags:
-    """Of GLM and LongCat. Some of their replies have a line break as a backslash and an n."""
+    """Tags of GLM and LongCat. Some of their replies have a backslash and an n in place of a line break."""
     key, value = rf"<{prefix}arg_key>(?P<key>.*?)</{prefix}arg_key>", rf"<{prefix}arg_value>(?P<value>.*?)"
     blank = r"(?:\\n|\s)*"
     return _tags(
@@ -62,7 +62,7 @@ def _arg_tags(prefix: str) -> _Tags:
 
 
 _QUOTED = r"""["']?(?P<{}>[^"'<>]+)["']?\s*>"""
-#: By the name of mlx-lm's parser. A tag that ends a value counts only where the next one begins, or the call ends.
+#: By the name of mlx-lm's parser. An end tag counts only before the next start tag, or at the end of the text.
 _FORMS = {
     "qwen3_coder": _tags(
         r"<function=(?P<name>[^\s<>]+)>?(?P<body>.*?)</function>\s*(?=<function=|\Z)",
@@ -85,7 +85,7 @@ _FORMS = {
         r"\s*(?=<atem:parameter|\Z)",
     ),
 }
-_ALSO_OTHERWISE = ("glm47",)  # a name and then anything, which mlx-lm's parser reads
+_ALSO_OTHERWISE = ("glm47",)  # if these patterns fail, mlx-lm's parser reads the call
 
 
 class ReplyReader:
@@ -95,11 +95,11 @@ class ReplyReader:
     follows APIHandler.handle_completion of mlx_lm.server 0.32.2: text is held back while a tool call is written; the
     call is complete when the state is normal again, or at the end. A call that cannot be read is text, with its marks.
     With `drops_breaks`, line breaks between the reasoning and the text are left out. `before_call` chooses the white
-    space before a call, and white space behind a call is left out: see template_breaks.py.
+    space before a call; white space after a call is left out. See template_breaks.py.
 
     Args:
-        parser: mlx-lm's, of the calls in the model's form; None: the model has none.
-        arguments: of each function.
+        parser: mlx-lm's parser of the calls; None: the model has no form for calls.
+        arguments: for each function, the schemas of its arguments.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ReplyReader:
         self._left_calls = 1 if has_one_call else None  # None: any number
         self._drops_breaks, self._is_behind_reasoning = drops_breaks, False
         self._before_call, self._has_text, self._is_behind_call = before_call, False, False
-        self._white = self._left_out = ""  # held back; of what came before the last call, what the text lacks
+        self._white = self._left_out = ""  # white space that is held back; that was left out before the last call
         self._state = machine.make_state(initial_state)
         self._current = initial_state
         self._is_over, self._is_cut = False, True
@@ -126,9 +126,9 @@ class ReplyReader:
         self._calls: list[dict[str, Any]] = []
 
     def add(self, token: Token) -> Token:
-        """The token with what it adds to the reply; nothing while a tool call is written."""
+        """The token with the text, reasoning and calls that it adds; without them while a tool call is written."""
         self._is_over, self._is_cut = token.finish_reason is not None, token.finish_reason != "stop"
-        # As in mlx_lm.server, a character that a stop token leaves unfinished is no text.
+        # As in mlx_lm.server, a character that is unfinished at a stop token is dropped.
         is_ended = token.finish_reason == "stop" and token.stop_word is None
         self._read(token.text.rstrip("\ufffd") if is_ended else token.text)
         if self._is_over:
@@ -136,7 +136,7 @@ class ReplyReader:
         return token._replace(text="") if self._current == "tool" else self._take(token)
 
     def finish(self) -> Token:
-        """Return text that was held back, and an unclosed tool call; a cut call as far as it came."""
+        """Return text that was held back, and a tool call that was not closed, with its arguments so far."""
         if not self._is_over:  # cancelled
             self._flush()
         if self._current == "tool" and self._tool_text:
@@ -197,7 +197,7 @@ class ReplyReader:
         return token
 
     def _end_call(self, end: str) -> None:
-        """Read the call that ends here, by the mark `end` if it has one."""
+        """Read the call that ends here. `end` is its closing mark, or empty."""
         text, self._tool_text = self._tool_text, ""
         try:
             self._calls += [*map(_in_openai_form, _parse(self._parser, self._arguments, text))]
@@ -214,7 +214,7 @@ class ReplyReader:
 
 
 def json_calls(text: str, _tools: Any = None) -> list[dict[str, Any]]:
-    """Calls as JSON, one behind the other. ValueError: something else is there, too."""
+    """Read calls in JSON, one after the other. ValueError: there is other text, too."""
     decoder, calls, text = json.JSONDecoder(), [], text.strip()
     while text:
         call, end = decoder.raw_decode(text)
@@ -235,7 +235,7 @@ def _parse(
             calls = [_call(each["name"].strip(), each["body"], tags, arguments) for each in found]
             return calls or _refuse("there is no call")
     if form == "function_gemma":
-        # Its parser cuts lists, objects and texts with braces. They are written as Gemma 4 does, with other quotes.
+        # mlx-lm's parser cuts lists, objects and texts at braces. The form is that of Gemma 4, with other quotes.
         with suppress(ValueError):
             return _as_list(mlx_lm_border.parse_gemma4(text.replace("<escape>", '<|"|>')))
         if not {"{", "["}.isdisjoint(text.partition("{")[2]):
@@ -256,7 +256,7 @@ def _as_list(calls: Any) -> list[dict[str, Any]]:
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Matches that follow one another up to the end. ValueError: something else is there, too."""
+    """Matches without a gap, up to the end of the text. ValueError: there is other text, too."""
     at = 0
     while (found := pattern.match(text, at)) is not None:
         yield found
@@ -282,13 +282,13 @@ def argument_of(text: str, schema: ArgumentSchema) -> Any:
     fits = kind != "string" and (kind in kinds or (kind == "integer" and "number" in kinds))
     if not fits or "string" not in kinds or kind in ("array", "object"):
         return value if fits else text
-    # A text is taken for another value only if it is the value's own. Without a type, a number may be that of a house.
+    # A text is read as a value only if it is exactly the JSON of the value. If the schema has no type, only null is.
     is_open = kinds == ANYTHING.kinds and kind != "null"
     return value if text.strip() == json.dumps(value) and not is_open else text
 
 
 def _value(text: str) -> Any:
-    """The value of a text in JSON or in words of Python; _NOTHING: it has none."""
+    """The value of a text in JSON or Python; _NOTHING: the text is no value."""
     with suppress(ValueError, RecursionError):
         return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
     bare = text.strip()
@@ -312,7 +312,7 @@ def _finite(number: str) -> float:
 
 
 def cut_call(text: str) -> dict[str, Any] | None:
-    """The call that the beginning of a JSON tool call makes, with arguments as far as they came; None: another form."""
+    """The call that a cut JSON tool call begins, with the arguments so far; None: the text has another form."""
     with suppress(ValueError):
         found, call = _ARGUMENTS.search(text), from_json(text.strip(), allow_partial="trailing-strings")
         if found and isinstance(call, dict) and isinstance(call.get("name"), str):
@@ -324,9 +324,9 @@ def cut_call(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
-    """The arguments of a call as an object, and whether they are whole; cut ones as far as they came.
+    """The arguments of a call as an object, and whether they are complete; if they were cut off, those so far.
 
-    A model may write NaN, which JSON lacks, and something else than an object.
+    A model may write NaN, which JSON lacks, or a value that is not an object.
     """
     is_whole = True
     try:

@@ -1,9 +1,9 @@
-"""Rules of llguidance: tool calls in the form that a model's template has. Never imports MLX.
+"""Rules: a grammar of llguidance for tool calls, in the form that a model's template has. Never imports MLX.
 
     call_rules    rules of calls; CALL_FORMS has the forms
 
-In some forms the arguments of a call are one JSON object. In the others each argument has marks of its own: a text
-stands as it is between them, anything else is JSON. reply_reader.py reads these forms.
+In some forms, the arguments of a call are one JSON object. In the others, each argument has its own marks. Between them
+a text is written without quotes, any other value as JSON. reply_reader.py reads these forms.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from runner.serve.schemas import (
     schema_at,
 )
 
-Text: TypeAlias = str | tuple[str, ...]  # a text as it is, or all that match some regular expressions, as terms
+Text: TypeAlias = str | tuple[str, ...]  # one text, or all texts that match each of these terms
 MAX_TOOLS_CHARACTERS = 1_000_000  # of the rules of all tools that may be called
-#: Keywords of a function's parameters that single arguments cannot satisfy.
+#: Keywords for all arguments of a call together; a form that writes them one by one cannot enforce these.
 OF_OBJECTS = (
     "$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas", "minProperties",
     "maxProperties", "propertyNames",
@@ -42,20 +42,20 @@ OF_OBJECTS = (
 class CallForm:
     """How a model writes calls, in Lark, so that mlx-lm's parser reads them.
 
-    In the terms, NAME and QUOTED stand for a function's name, KEY for an argument's name, ARGUMENTS for all arguments,
-    JSON_CALL for a call as JSON, NL for a line break or none.
+    In the terms, NAME is a function's name, QUOTED this name as a JSON string, KEY an argument's name, ARGUMENTS all
+    arguments, JSON_CALL a call as JSON, NL an optional line break.
 
     Attributes:
-        call: one call.
-        open, close: what stands around an argument's value, a term and its text; empty: all arguments are one object.
-        begin, between, end: what stands around all calls.
-        comma: between two arguments.
-        quote: text around a text.
-        has_texts: an argument that may be a text is one; else texts are JSON, too.
+        call: the terms of one call.
+        open, close: terms before an argument's value, and the text after it; empty: all arguments are one JSON object.
+        begin, between, end: terms before all calls, between two calls, and after all.
+        comma: terms between two arguments.
+        quote: the quotation mark before and after a text.
+        has_texts: an argument that may be a text is written as a plain text; False: texts are JSON, too.
         values: how other arguments are written: as JSON, as JSON without lists and objects, or as Gemma 4 does.
-        marks: what no text may have, besides `close` and the end of a call.
-        names, keys: the names of functions and arguments that the parser reads.
-        bare: a call of a function that needs no arguments, if such a call has another form.
+        marks: strings that no text may contain, besides `close` and the end of a call.
+        names, keys: patterns of the names of functions and of arguments that the parser can read.
+        bare: terms for a call of a function without required arguments; empty: as `call`.
     """
 
     call: str
@@ -153,16 +153,16 @@ CALL_FORMS = {
         keys=r"\w+",
     ),
 }
-#: Of models without a form for calls. A reply is nothing but calls, one in each line.
+#: For models without a form for calls: the reply has only calls, one in each line.
 PLAIN = CallForm("JSON_CALL", between='"\\n"', names=".+")
 JSON_CALL = r'"{\"name\": " QUOTED ", \"arguments\": " ARGUMENTS "}"'
-#: Texts that are read as values of another type, where a schema allows that type, too.
+#: For each type, patterns of texts that are read as a value of this type if a schema allows it.
 _READ_AS = {
     "null": r"\s*null\s*", "boolean": r"\s*(true|false)\s*", "array": r"\s*\[(?s:.*)", "object": r"\s*\{(?s:.*)",
     "integer": r"\s*-?[0-9]+\s*", "number": r"\s*-?[0-9][0-9.eE+-]*\s*",
 }  # fmt: skip
 _TERM = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/|\S+')
-_MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # what may be one special token
+_MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # text that may be one special token
 
 
 class _CallRules:
@@ -174,13 +174,13 @@ class _CallRules:
         self.rules: list[str] = []
         self._characters = 0  # of all rules
         self._at = ""
-        # Of the function at hand:
+        # For the current function:
         self._met: dict[str, str] = {}  # rules of referenced schemas, which may refer to themselves
         self._kinds: dict[int, frozenset[str]] = {}
         self._allowed: dict[int, tuple[Text, ...]] = {}
 
     def call(self, function: dict[str, Any], index: int) -> str:
-        """The name of the rule of a function's calls. ApiError: one of its arguments cannot be written."""
+        """Add rules for calls of a function; return the name of the last. ApiError: the form cannot write the calls."""
         name, self._at = function["name"], schema_at(index)
         whole, form = arguments_schema(function, index), self._form
         if not re.fullmatch(form.names, name, re.DOTALL):
@@ -198,7 +198,7 @@ class _CallRules:
         return self._rule(self.terms(form.bare if is_bare else form.call, ARGUMENTS=self._rule(arguments), **words))
 
     def terms(self, terms: str, **words: str) -> str:
-        """Terms of a form with `words` in their places, and with special tokens by their ids."""
+        """The terms of a form, with `words` replaced by their values, and special tokens by their ids."""
         words = {"NL": '"\\n"?', **words}
         parts = _TERM.findall(terms.replace("JSON_CALL", JSON_CALL))
         return " ".join(self._literal(json.loads(part)) if part[0] == '"' else words.get(part, part) for part in parts)
@@ -217,7 +217,7 @@ class _CallRules:
         return " ".join(self._literals(text))
 
     def _literals(self, text: str) -> list[str]:
-        """The terms of a text: special tokens by their ids, what stands between them as it is."""
+        """The terms of a text: the ids of special tokens, and the texts between them in quotes."""
         terms, plain = [], ""
         for piece in _MARK.split(text):
             ids = self._tokenizer.encode(piece, add_special_tokens=False) if _MARK.fullmatch(piece) else []
@@ -229,7 +229,7 @@ class _CallRules:
         return terms + [json.dumps(plain, ensure_ascii=False)] * bool(plain)
 
     def _members(self, node: Mapping[str, Any], root: Any) -> str:
-        """The arguments of a function, or the properties of an object, in their order."""
+        """The rule of a function's arguments, or of an object's properties, in their order."""
         properties, required = dict(node.get("properties") or {}), node.get("required") or ()
         written = []
         for key, schema in {**properties, **{key: True for key in required if key not in properties}}.items():
@@ -239,7 +239,7 @@ class _CallRules:
             elif key in required:
                 self._refuse(f"the argument {key!r}")
         comma = self.terms(self._form.comma)
-        first = rest = '""'  # what is left of the members, without and with one before
+        first = rest = '""'  # rules of the members that follow: if no member is before them, if one is
         for term, is_required in reversed(written):
             first, rest = (
                 self._rule(f"{before} {term} {rest}" + ("" if is_required else f" | {others}"))
@@ -248,7 +248,7 @@ class _CallRules:
         return first
 
     def _value(self, schema: Any, root: Any) -> str:
-        """A rule of a value and of what closes it; empty: the form has no such value."""
+        """The rule of a value and the `close` after it; empty: the form cannot write such a value."""
         if not isinstance(schema, dict) or "$ref" not in schema:
             return self._alternatives(schema, root)
         met = str(schema["$ref"])
@@ -276,7 +276,7 @@ class _CallRules:
         return self._rule(f"%json {checked_schema({**schema, **named} if isinstance(schema, dict) else {}, self._at)}")
 
     def _texts(self, schema: Any, root: Any, kinds: frozenset[str]) -> Iterator[str]:
-        """Terms of texts with what closes them."""
+        """Terms of the texts that a schema allows, each with the `close` after it."""
         form = self._form
         after = form.quote + form.close
         for text in texts_of(schema, root, self._allowed):
@@ -292,12 +292,12 @@ class _CallRules:
             closing = self._literals(after)
             is_special = closing[0].startswith("<[")
             name = f"TEXT_{len(self.rules)}"
-            # A terminal is read as far as it goes, so it has to have the mark that ends it.
+            # A terminal matches as much as it can, so it must include the mark that ends the text.
             self.rules.append(f"{name}: ({' & '.join(parts)})" + ("" if is_special else f" {closing[0]}"))
             yield " ".join([self._literal(form.quote), name, *closing[0 if is_special else 1 :]])
 
     def _nested(self, node: Mapping[str, Any], root: Any, kinds: frozenset[str]) -> Iterator[str]:
-        """Lists and objects as Gemma 4 writes them, with keys that are not quoted and texts as above."""
+        """Terms of lists and objects as Gemma 4 writes them: keys without quotes, texts as in `_texts`."""
         if branches := [each for name in ("anyOf", "oneOf", "allOf") for each in node.get(name) or ()]:
             if "allOf" not in node or len(branches) == 1:
                 yield from filter(None, (self._value(each, root) for each in branches))
@@ -318,7 +318,7 @@ def texts_of(schema: Any, root: Any, known: dict[int, tuple[Text, ...]], hops: i
     node, found = resolve(schema, root), dict[Text, None]()
     if (result := known.get(id(node))) is not None or hops > MAX_HOPS:
         return result or ()
-    known[id(node)] = ()  # a schema that refers to itself allows no more by that
+    known[id(node)] = ()  # if the schema refers to itself, that reference adds no texts
     branches = [each for name in ("anyOf", "oneOf", "allOf") for each in node.get(name) or ()]
     if "const" in node or "enum" in node:
         found.update((each, None) for each in (node.get("enum") or [node.get("const")]) if isinstance(each, str))
@@ -340,7 +340,7 @@ def texts_of(schema: Any, root: Any, known: dict[int, tuple[Text, ...]], hops: i
 
 
 def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The functions that may be called, by their index in the request's tools."""
+    """The functions that may be called, each with its index in the request's tools."""
     assert request.constraint is not None
     functions = request.constraint.functions
     names = None if functions is None else frozenset(functions)
@@ -350,7 +350,7 @@ def functions_of(request: Request) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def call_rules(request: Request, tokenizer: Any, own: llguidance.LLTokenizer) -> str:
-    """Rules of calls in the form that the model's template has. ApiError: that form cannot be enforced."""
+    """The grammar of a reply with calls, in the form of the model's template. ApiError: it cannot be enforced."""
     parser = getattr(tokenizer.tool_parser, "__module__", "none").rpartition(".")[2]
     name = "mistral with [ARGS]" if parser == "mistral" and "[ARGS]" in tokenizer.get_vocab() else parser
     is_plain = request.has_plain_calls(tokenizer)

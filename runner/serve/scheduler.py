@@ -1,18 +1,18 @@
-"""Scheduler: the generation thread, which alone uses MLX, and how other threads reach it.
+"""Scheduler: the generation thread, the only one that uses MLX, and calls to it from other threads.
 
-    arrived    submitted by `ask`, any thread
-    waiting    on the thread, in order of arrival, until their model is loaded
-    submitted  passed to the model, which begins them when their prompts are made
+    arrived    requests that any thread gave to `ask`
+    waiting    requests on the generation thread, in order of arrival, until their model is loaded
+    submitted  requests that the model has; it begins each when its prompt is made
 
-A request for a model that is not loaded waits until the running requests have finished. Then the model is loaded and
-all requests for it begin; requests for the former model wait in turn, so none starves. Each round ends cancelled
-requests: the waiting ones here, the others in `ServedModel.round`.
+A request for a model that is not loaded waits until the running requests have finished. Then the model is loaded, and
+all requests for it begin. New requests for the former model wait in turn, so no request starves. Each round ends
+requests that were cancelled: waiting requests here, submitted ones in `ServedModel.round`.
 
 Invariants, each with a test:
 
   R1  Every request gets exactly one RequestRecord or ApiError, also if the thread dies.
-  R2  An exception for one request ends that request alone.
-  R3  Arrays are made, used and freed on the thread.
+  R2  An exception for one request ends only that request.
+  R3  Arrays are made, used and freed on the generation thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RETRY_AFTER_S = 5  # seconds after which a refused client may ask again: some replies have ended by then
+RETRY_AFTER_S = 5  # a refused client may ask again after this time: some replies have ended by then
 
 
 class Scheduler:
@@ -85,7 +85,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def call(self, function: Callable[[Models], T]) -> Future[T]:
-        """Have the thread call a function between two rounds; return its future. ApiError: as for `ask`."""
+        """Call a function on the generation thread between two rounds; return a future. ApiError: as for `ask`."""
         future: Future[T] = Future()
         with self._changed:
             self._require_open(len(self._calls))
@@ -97,12 +97,12 @@ class Scheduler:
         return len((await self.prompt(request)).tokens)
 
     async def prompt(self, request: Request) -> RenderedPrompt:
-        """Make a prompt beside the thread. ApiError: it cannot be made, or there is no such model."""
+        """Make a prompt on another thread. ApiError: it cannot be made, or there is no such model."""
         rendering = await asyncio.wrap_future(self.call(lambda models: models.rendering(request)))
         return await self.result_of(rendering)
 
     async def result_of(self, future: Future[T]) -> T:
-        """What a thread beside the generation thread makes. ApiError: the server ends, which cancels that."""
+        """Wait for the result of another thread. ApiError: the server is stopping, which has cancelled the work."""
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -131,7 +131,7 @@ class Scheduler:
         return {} if self._models is None else self._models.store_stats()
 
     def stop(self, drain_s: float) -> None:
-        """Refuse new requests, end all within `drain_s` seconds, and wait. A second call may shorten the time."""
+        """Refuse new requests, cancel the open ones after `drain_s`, and wait. A second call may shorten the time."""
         with self._changed:
             self._is_open = False
             deadline_s = time.perf_counter() + drain_s
@@ -195,14 +195,14 @@ class Scheduler:
                 self._open = {each for each in self._open if not each.is_over}
 
     def _wait(self, *, is_busy: bool) -> bool:
-        """Wait until there is something to do. False: nothing is left, and nothing will come."""
+        """Wait until there is work. False: the server is stopping and no work is left."""
         with self._changed:
             if not is_busy:
                 self._changed.wait_for(lambda: self._arrived or self._calls or self._deadline_s is not None)
             return is_busy or bool(self._arrived or self._calls) or self._deadline_s is None
 
     def _run_call(self, models: Models) -> None:
-        """Run one call, only one a round: a client that counts tokens all the time must not delay replies."""
+        """Run one call; only one in each round, so that a client that counts tokens all the time delays no reply."""
         if self._calls:
             function, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
@@ -212,7 +212,7 @@ class Scheduler:
                     future.set_exception(error)
 
     def _begin(self, models: Models, waiting: deque[tuple[ModelNames, OpenRequest]]) -> None:
-        """Begin waiting requests. If the first one wants another model, load that when all is idle."""
+        """Begin waiting requests. If the first one is for another model, load it once the current model is idle."""
         for each in [each for each in waiting if each[1].is_cancelled]:
             waiting.remove(each)
             each[1].end("cancelled")

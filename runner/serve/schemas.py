@@ -1,13 +1,13 @@
-"""JSON schemas in the words of llguidance, at a bounded cost. Never imports MLX.
+"""Schemas: JSON schemas of requests, rewritten for llguidance at a bounded cost. Never imports MLX.
 
     schema_of, arguments_schema, checked_schema   a schema as JSON, for a grammar
     kinds_of, named_values, resolve              which values a schema allows
 
-llguidance refuses each keyword that it lacks. What says nothing goes, and what can be said otherwise is:
+llguidance refuses keywords that it lacks. Keywords without effect are removed, and these are replaced if possible:
 
-    propertyNames              names one by one, or by a pattern: as properties, or as patternProperties
-    unevaluatedProperties      additionalProperties, if no other schema evaluates some; unevaluatedItems likewise
-    oneOf                      anyOf, if no value can be of two branches
+    propertyNames              by properties if it lists names, by patternProperties if it has a pattern
+    unevaluatedProperties      by additionalProperties, if no other schema evaluates properties; also unevaluatedItems
+    oneOf                      by anyOf, if no value can match two branches
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from typing import Any, NamedTuple
 
 from runner.serve.request import ApiError, Constraint
 
-MARGIN = 1e-9  # of a number to an exclusive bound
+MARGIN = 1e-9  # relative distance to an exclusive bound
 MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS = 100_000, 10_000
-MAX_OPTIONAL = 400  # properties of an object that may be missing: each may be the next one
+MAX_OPTIONAL = 400  # optional properties of an object: each may come next
 MAX_MULTIPLE = 10_000  # product of all `multipleOf` of a grammar: the automaton has as many states
-MAX_HOPS = 8  # references that are followed, and schemas inside of schemas that are looked into
-MAX_LEVELS = 250  # of schemas and references in one another
-MAX_COMPARED = 20_000  # schemas and properties of a schema that are compared, to tell branches of `oneOf` apart
-#: White space between the parts of JSON is bounded: a model may write it without end.
+MAX_HOPS = 8  # how many references, or choices inside choices, are followed
+MAX_LEVELS = 250  # depth of nested schemas and references
+MAX_COMPARED = 20_000  # comparisons for one schema, to see whether branches of `oneOf` exclude each other
+#: White space between the parts of JSON is limited: a model could write it without end.
 JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ",[ \\n]{0,20}"}
-#: Formats that are enforced in JSON. JSON Schema lets all others say nothing about a value.
+#: Formats that are enforced. Other formats are ignored, as JSON Schema allows.
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-VALUES = {"const", "enum", "default", "example", "examples"}  # keywords whose values are no schemas
+VALUES = {"const", "enum", "default", "example", "examples"}  # keywords whose values are not schemas
 MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}  # of names to schemas
-#: Keywords that evaluate properties or items, besides those that stand in one schema with them.
+#: Keywords with schemas that may evaluate more properties or items of the same value.
 APPLICATORS = {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains"}
 ANNOTATIONS = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
-#: Patterns of libraries that look ahead, which llguidance does not, and patterns of the same texts.
+#: Patterns of libraries that use look-ahead, which llguidance lacks, and patterns without it for the same texts.
 PATTERNS = {
     # email addresses of early versions of zod 4
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
         r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
     )
 }
-#: Patterns of names in these formats, of which llguidance knows none.
+#: Patterns for names of properties in these formats: llguidance has no formats for names.
 NAMES = {
     "date": (
         r"^[1-9]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))$"
@@ -60,7 +60,7 @@ KINDS = {
     dict: "object",
     type(None): "null",
 }
-#: Names of types that JSON Schema lacks, and tools written by hand have.
+#: Names of types that are not in JSON Schema, but in some tools that were written by hand.
 ALIASES = {"bool": "boolean", "dict": "object", "float": "number", "int": "integer", "list": "array", "str": "string"}
 ANY: Mapping[str, Any] = {}  # a schema that allows any value
 SCALARS = frozenset(("boolean", "integer", "number", "null"))
@@ -71,7 +71,7 @@ def schema_of(constraint: Constraint) -> str:
 
 
 def arguments_schema(function: Mapping[str, Any], index: int) -> str:
-    """The schema of a function's arguments, of which a function without parameters has none."""
+    """The schema of a function's arguments; a function without parameters may have no arguments."""
     parameters, at = function.get("parameters") or {"properties": {}, "additionalProperties": False}, schema_at(index)
     if not isinstance(parameters, dict):
         raise ApiError(400, "wanted a JSON schema.", param=at)
@@ -83,9 +83,9 @@ def schema_at(index: int) -> str:
 
 
 def checked_schema(schema: Any, at: str) -> str:
-    """JSON of a schema for llguidance. ApiError: it may cost more than a schema should."""
+    """A schema for llguidance, as JSON. ApiError: the schema exceeds a limit of its cost."""
     length = 0
-    for part in json.JSONEncoder().iterencode(schema):  # no longer than it takes to see that it is too long
+    for part in json.JSONEncoder().iterencode(schema):  # in parts, to stop when it is too long
         length += len(part)
         require_most(length, MAX_SCHEMA_CHARACTERS, "its length in characters", at)
     require_few_multiples([schema], at)
@@ -99,11 +99,11 @@ def require_few_multiples(schemas: Iterable[Any], at: str) -> None:
     for each in {each for schema in schemas for each in _multiples(schema)}:
         require_most(
             product := product * each, MAX_MULTIPLE, "multipleOf", at
-        )  # of all, it may have millions of digits
+        )  # at each step: the product of all may have millions of digits
 
 
 def _multiples(node: Any) -> Iterator[int]:
-    """The digits of each `multipleOf` as a whole number."""
+    """Each `multipleOf` as a whole number: its digits without the decimal point."""
     for key, each in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         if key == "multipleOf" and isinstance(each, int | float) and each > 0:
             digits, exponent = Decimal(str(each)).normalize().as_tuple()[1:]
@@ -114,7 +114,7 @@ def _multiples(node: Any) -> Iterator[int]:
 
 def _require_short_chains(root: Any, at: str) -> None:
     """Bound the depth of schemas, references included: llguidance recurses for each level."""
-    levels: dict[int, int] = {}  # below a node, by its id; 0 while it is counted, also for itself
+    levels: dict[int, int] = {}  # below each node, by its id; 0 while they are counted
 
     def measure(node: Any, depth: int) -> int:
         require_most(depth, MAX_LEVELS, "the levels of its schemas and references", at)
@@ -131,7 +131,7 @@ def _require_short_chains(root: Any, at: str) -> None:
 
 
 def _schemas_in(node: Any, root: Any) -> list[dict[str, Any]]:
-    """The schemas that stand in a schema, and the one that it refers to."""
+    """The schemas inside a schema, and the schema that it refers to."""
     found: list[Any] = []
     for key, each in node.items() if isinstance(node, dict) else ():
         if key == "$ref":
@@ -155,7 +155,7 @@ class _Restatement:
         self._values: dict[int, frozenset[str] | None] = {}
 
     def restate(self, node: Any) -> Any:
-        """A node in the words of llguidance. ApiError: it may cost more than a schema should."""
+        """A node with keywords that llguidance has. ApiError: the node exceeds a limit of its cost."""
         if isinstance(node, list):
             return [*map(self.restate, node)]
         if not isinstance(node, dict):
@@ -178,7 +178,7 @@ class _Restatement:
         return checked
 
     def _with_known_keywords(self, node: dict[str, Any]) -> dict[str, Any]:
-        """The node without keywords that say nothing, and with other keywords for some that llguidance lacks."""
+        """The node without keywords that have no effect. Some keywords that llguidance lacks are replaced."""
         changed = {**node}
         if changed.get("uniqueItems") is False:
             del changed["uniqueItems"]
@@ -204,7 +204,7 @@ class _Restatement:
         return any(self._evaluates_all(each, keyword, hops + 1) for each in _list(node, "allOf"))
 
     def _with_names(self, node: dict[str, Any]) -> dict[str, Any]:
-        """The node with other keywords in place of `propertyNames`; as it is if they cannot say the same."""
+        """The node with other keywords in place of `propertyNames`; unchanged if no keywords mean the same."""
         given, value = node["propertyNames"], node.get("additionalProperties", True)
         names = {key: each for key, each in resolve(given, self._root).items() if key not in ANNOTATIONS}
         if given is False or "string" not in kinds_of(given, self._root, self._kinds):
@@ -225,9 +225,9 @@ class _Restatement:
         return {**closed, "patternProperties": {pattern: value}}
 
     def _parted(self, node: Mapping[str, Any]) -> list[Any]:
-        """The branches of `oneOf`, if no value can be of two; else none. Some get a property that they must have.
+        """The branches of `oneOf`, if no value can match two; else none. Some branches get a required property.
 
-        A property that tells branches apart need not be required: without it, a value may be of all of them.
+        Branches may differ only in an optional property. A value without it may match all, so it becomes required.
         """
         branches = _list(node, "oneOf")
         required: list[set[str]] = [set() for _ in branches]
@@ -241,7 +241,7 @@ class _Restatement:
         return [{"allOf": [each, {"required": sorted(keys)}]} if keys else each for each, keys in pairs]
 
     def _leaves(self, branch: Any, hops: int = 0) -> Iterator[Mapping[str, Any]]:
-        """The branches of a choice, and of choices inside it, without the keywords that stand beside them."""
+        """The branches of a choice, and those of choices inside them. Keywords beside a choice are ignored."""
         node = resolve(branch, self._root)
         inner = _list(node, "anyOf") or _list(node, "oneOf")
         self._left -= 1
@@ -251,9 +251,9 @@ class _Restatement:
             yield from self._leaves(each, hops + 1)
 
     def _difference(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:
-        """The property by which values of two schemas differ if they have it.
+        """A property that two schemas define with different values. With it, a value matches at most one of them.
 
-        "": they differ anyway. None: they need not, or too much was compared already.
+        "": no value matches both, with or without it. None: a value may match both, or `MAX_COMPARED` is reached.
         """
         first, second = (_object(each, "properties") for each in (left, right))
         self._left -= 1 + len(first)
@@ -271,7 +271,7 @@ class _Restatement:
         return "" if is_forbidden or key in needed else key
 
     def _differ(self, left: Any, right: Any) -> bool:
-        """Whether two schemas name all of their values, and have none in common."""
+        """Whether both schemas list all of their values, and have no value in common."""
         first, second = (all_values(each, self._root, self._values) for each in (left, right))
         return first is not None and second is not None and first.isdisjoint(second)
 
@@ -293,7 +293,7 @@ def _forbids(node: Mapping[str, Any], names: Iterable[Any]) -> bool:
 
 
 def _with_inclusive_bounds(node: dict[str, Any]) -> dict[str, Any]:
-    """Replace exclusive bounds by bounds just inside them: llguidance lets some numbers equal an exclusive bound."""
+    """Replace exclusive bounds by bounds just inside them: llguidance allows some numbers that equal the bound."""
     changed = {**node}
     for key, name, sign, choose in (("exclusiveMinimum", "minimum", 1, max), ("exclusiveMaximum", "maximum", -1, min)):
         bound, other = node.get(key), node.get(name)
@@ -316,7 +316,7 @@ def require_most(found: float, most: int, of: str, at: str) -> None:
 
 
 def resolve(schema: Any, root: Any, hops: int = MAX_HOPS) -> Mapping[str, Any]:
-    """The schema that a schema refers to within `root`, or it itself; empty: any value."""
+    """The schema in `root` that a schema refers to, or the schema itself; empty: it allows any value."""
     for _ in range(hops):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
@@ -332,7 +332,7 @@ def kinds_of(schema: Any, root: Any, known: dict[int, frozenset[str]] | None = N
     node, found = resolve(schema, root), frozenset(KINDS.values())
     if (result := known.get(id(node), found if hops == MAX_HOPS else None)) is not None:
         return result
-    known[id(node)] = found  # a schema that refers to itself says no more by that
+    known[id(node)] = found  # if the schema refers to itself, that reference allows all types
     if "const" in node or isinstance(node.get("enum"), list):
         found = frozenset(KINDS[type(value)] for value in ([node["const"]] if "const" in node else node["enum"]))
     for name in ("anyOf", "oneOf"):
@@ -349,7 +349,7 @@ def kinds_of(schema: Any, root: Any, known: dict[int, frozenset[str]] | None = N
 
 
 def all_values(schema: Any, root: Any, known: dict[int, frozenset[str] | None], hops: int = 0) -> frozenset[str] | None:
-    """The values of a schema that names each, as JSON; None: it may have others. `known`: as of `kinds_of`."""
+    """All values of a schema that lists them, as JSON; None: it may allow others. `known` as in `kinds_of`."""
     node = resolve(schema, root)
     if id(node) not in known and hops < MAX_HOPS:
         known[id(node)] = None
@@ -363,7 +363,7 @@ def all_values(schema: Any, root: Any, known: dict[int, frozenset[str] | None], 
 
 
 def named_values(schema: Any, root: Any, seen: set[int] | None = None, hops: int = 0) -> Iterator[Any]:
-    """The values that a schema names one by one; it may allow others."""
+    """The values that a schema lists; it may allow others."""
     node, seen = resolve(schema, root), set() if seen is None else seen
     if id(node) in seen or hops == MAX_HOPS:
         return
@@ -374,14 +374,14 @@ def named_values(schema: Any, root: Any, seen: set[int] | None = None, hops: int
 
 
 class ArgumentSchema(NamedTuple):
-    """What the reader of a call must know of an argument: the types that it may have, and the texts that it names."""
+    """What a ReplyReader must know of an argument: the types that it may have, and the texts that its schema lists."""
 
     kinds: frozenset[str]
     texts: frozenset[str] = frozenset()
 
 
 def argument_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, ArgumentSchema]]:
-    """The arguments of each function, by their names."""
+    """The schemas of arguments, by the name of the function, then of the argument."""
     found: dict[str, dict[str, ArgumentSchema]] = {}
     for function in (tool["function"] for tool in tools):
         root = function.get("parameters")

@@ -1,1 +1,1 @@
-"""What a cache would do, without a model: simulated policies, curves of hit ratios, advice, grown trees."""
+"""Simulations of a cache without a model: policies, replicas, hit ratio curves, advice, drafts, grown trees."""

@@ -1,13 +1,13 @@
-"""Advice on a trace: the most that a prefix cache saves, the bytes for it, and the best policy.
+"""Advice on a trace: the most that a prefix cache can save, the budgets for it, and the best policy.
 
-`Advice` needs only the LRU curve; `best_policy` compares policies by what simulations found. Shares are of prompt
+`Advice` needs only the LRU curve. `best_policy` compares the results of simulations. Shares are shares of prompt
 tokens.
 
   AD1  An unknown figure is None, and the text names what it needs: a model for bytes, a speed for seconds.
 
-For long traces policies are compared on samples: some conversations, chosen by hash, with a cache smaller in the same
-ratio. The differences between policies are nearly the same on a sample and on the whole trace; several samples give
-their standard error. A cache for a few prompts behaves unlike a large one, so `parts_of` makes a sample large enough.
+For long traces, policies are compared on samples: some conversations, chosen by hash. The cache is smaller in the same
+ratio. The difference between two policies is nearly the same on a sample and on the whole trace. Several samples give
+its standard error. A cache for a few prompts behaves unlike a large one, so `parts_of` keeps samples large enough.
 This file never imports MLX.
 """
 
@@ -31,27 +31,27 @@ from runner.simulate.rows import DiskPlan, SimulationRow
 from runner.text import GIB, MIB, Column, cells, figures_table, plural
 from runner.traces.trace import Trace, TurnInference
 
-#: How many samples there are, block references per sample, and prompts that a sample's cache has room for at least.
+#: The number of samples, block references per sample, and the fewest prompts that fit in the cache of a sample.
 SAMPLES, SAMPLE_REFS, LEAST_PROMPTS = 3, 25_000, 8
-#: Up to this many block references all policies run on the whole trace.
+#: With at most this many block references, all policies run on the whole trace.
 WHOLE_REFS = 200_000
-#: Budgets are named that save these shares of what an infinite cache saves.
+#: The table has budgets that save these shares of what an infinite cache saves.
 SHARES, SHARE_NAME, BUDGETS = (0.9, 0.99), "{:.0%} of savings", "LRU budget for"
 #: Policies that know the future: bounds, not advice.
 BOUNDS = ("belady", "belady-bypass")
 #: A policy whose result depends on its seed: it is not recommended.
 BY_CHANCE = "random"
-#: How many policies a note on samples names.
+#: How many policies the note on samples lists.
 NAMED = 4
 #: The default size of a disk, as a multiple of the budget.
 DISK_FACTOR = 10
-#: A smaller gain over LRU is none.
+#: A smaller gain over LRU does not count.
 LEVEL = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How much more prompt tokens a policy finds than LRU: the mean of the differences on samples, and its error."""
+    """How many more prompt tokens than LRU a policy finds, as a share: mean over samples, and its standard error."""
 
     policy: str
     gain: float
@@ -59,14 +59,14 @@ class Estimate:
 
 
 def parts_of(trace: Trace, capacity_blocks: int) -> int:
-    """The number of parts into which a trace is cut for samples at a capacity."""
+    """How many parts to divide the conversations of a trace into, for samples at a capacity."""
     prompt_blocks = trace.block_refs / len(trace.requests)
     most = int(capacity_blocks / (LEAST_PROMPTS * prompt_blocks))
     return max(1, min(most, trace.block_refs // SAMPLE_REFS))
 
 
 def samples_of(trace: Trace, parts: int, *, seed: int = 0) -> list[Trace]:
-    """SAMPLES samples: the beginning of a part each; if there are fewer parts, also what follows the beginnings."""
+    """SAMPLES samples: the first SAMPLE_REFS references of each part; with fewer parts, also the next of a part."""
     inference = TurnInference(trace.block_tokens)
     drawn: dict[int, list[int]] = defaultdict(list)
     for index, request in enumerate(trace.requests):
@@ -86,7 +86,7 @@ def samples_of(trace: Trace, parts: int, *, seed: int = 0) -> list[Trace]:
 
 
 def estimates_of(rows: Sequence[SimulationRow]) -> list[Estimate]:
-    """Estimates from rows over samples, LRU's among them: the best policy first, LRU before its equals."""
+    """Estimates from rows over samples, with rows of LRU: the best policy first, LRU first among equal ones."""
     lru = {row.trace: row.token_hit_ratio for row in rows if row.policy == "lru"}
     gains: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -121,11 +121,11 @@ def sample_note(estimates: Sequence[Estimate], samples: Sequence[Trace], whole: 
 
 @dataclass(frozen=True, slots=True)
 class DiskAdvice:
-    """What a disk saves with LRU over a whole trace: the share of prompt tokens without prefill, alone and with it.
+    """What a disk saves with LRU over a whole trace.
 
-    An estimate has bounds from the curve, for models without checkpoints: at most `token_hit_ratio`, at least
-    `written_bytes`. Memory and disk together hold no more than one LRU cache of their total size, and a block is
-    written when it leaves memory.
+    `alone` and `token_hit_ratio` are the shares of prompt tokens without prefill, without and with the disk. For an
+    estimate, from the curve of a model without checkpoints, `token_hit_ratio` is an upper bound: memory and disk save
+    at most what one LRU cache of both sizes saves. `written_bytes` is a lower bound: blocks are written when evicted.
     """
 
     plan: DiskPlan
@@ -148,7 +148,7 @@ class DiskAdvice:
 def estimated_disk(
     curve: Curve, plan: DiskPlan, capacity_blocks: int, block_tokens: int, block_bytes: int
 ) -> DiskAdvice:
-    """Bounds for a disk beside memory of `capacity_blocks`. A disk that is too slow is not read."""
+    """Bounds for a disk in addition to memory of `capacity_blocks`. A disk that is too slow is not read."""
     file_bytes = block_bytes + HEAD_BYTES
     is_read = file_bytes / plan.read_bytes_per_s <= SURE * block_tokens / plan.prefill_tokens_per_s
     together = capacity_blocks + plan.budget_bytes // file_bytes
@@ -160,7 +160,7 @@ def estimated_disk(
 
 @dataclass(frozen=True)
 class Budget:
-    """A capacity, what it stands for, and what LRU saves with it over the trace."""
+    """A capacity with a name, and what LRU saves with it over the trace."""
 
     name: str
     capacity_blocks: int
@@ -184,9 +184,9 @@ class BestPolicy:
 
 @dataclass(frozen=True)
 class Advice:
-    """Figures about a trace under LRU. The user's budget is in bytes, which need `token_bytes`, or in blocks.
+    """Figures about a trace under LRU. The user's budget is in bytes, if `token_bytes` is known, or in blocks.
 
-    The curve does not count `checkpoint_bytes`, the windows and recurrent state of a checkpoint.
+    The curve does not count `checkpoint_bytes`: the windows and the recurrent state of a checkpoint.
     """
 
     trace: Trace
@@ -228,7 +228,7 @@ class Advice:
 
     @property
     def disk_bytes(self) -> int | None:
-        """The default disk: `DISK_FACTOR` times the user's budget, or room for everything; None: no bytes known."""
+        """The default disk: `DISK_FACTOR` times the user's budget, at most room for all; None: no bytes are known."""
         if self.own is None or self.own.capacity_bytes is None or self.block_bytes is None:
             return None
         everything = self.curve.capacity_for(1.0) * (self.block_bytes + HEAD_BYTES)

@@ -1,21 +1,20 @@
-"""LRU's hit ratio at every capacity from one pass over a trace: Mattson's stack distances.
+"""Curve: the hit ratio of LRU at every capacity, from one pass over a trace, by Mattson's stack distances.
 
-LRU on a tree whose leaves go first is a stack algorithm: a cache of C blocks holds the C blocks used last. A request
+LRU on a tree that evicts leaves first is a stack algorithm: a cache of C blocks holds the C blocks used last. A request
 uses its blocks deepest first, so a prefix is newer than its continuations. When a request arrives, a block is a hit in
 every cache of at least
 
-    need = 1 + distinct blocks used since its own last use
+    need = 1 + distinct blocks used since the last use of this block
 
-blocks. This is exact for any capacity, since blocks of a request that do not fit are its deepest ones.
+blocks. This is exact for any capacity: if a request does not fit, its deepest blocks are left out.
 
-With `previous[y]` the place of the use before use y of the same block, or -1, and S the place of a request's first use:
+Each use of a block has a place in time. Let `previous[y]` be the place at which the block of use y was used before, or
+-1. Let S be the place of a request's first use. Then:
 
     distinct blocks used in (q, S)  =  S - q - 1 - #{y < S: previous[y] > q}
 
-A wavelet matrix counts the last term for all (S, q) in one sweep over the bits. O(n log n) time in NumPy and O(n)
-memory for n block references.
-
-This file never imports MLX.
+A wavelet matrix counts the last term for all (S, q) in one pass over the bits. For n block references, that takes
+O(n log n) time in NumPy and O(n) memory. This file never imports MLX.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ CURVE_COUNTS = (
 
 @dataclass(frozen=True, eq=False)
 class References:
-    """Every block reference of a trace, in the order of the requests and, within one, from the root down.
+    """Every block reference of a trace, in the order of the requests and, within a request, from the root down.
 
-    For each: the block's number by first use, the prompt's tokens in it, and the request's references [first, last).
+    For each: the number of the block by first use, its prompt tokens, and the references [first, last) of its request.
     """
 
     blocks: Ints
@@ -60,7 +59,7 @@ class References:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Hit ratios of LRU over capacity, a step function: they hold from each of the ascending capacities on.
+    """Hit ratios of LRU over capacity, a step function: each ratio holds from its capacity up to the next one.
 
     Attributes:
         block_hit_ratio, token_hit_ratio: block hits / block references; tokens of the blocks hit / prompt tokens.
@@ -88,7 +87,7 @@ class Curve:
         return self.token_hit_ratio_at(np.inf)
 
     def capacity_for(self, share: float) -> int:
-        """The smallest capacity with this share of the tokens that an infinite cache finds; 0 if that finds none."""
+        """The smallest capacity with this share of the tokens that an infinite cache finds; 0: it finds none."""
         enough = self.token_hit_ratio >= share * self.infinite_token_hit_ratio * (1 - 1e-12)
         return int(self.capacity_blocks[int(np.argmax(enough))]) if len(enough) else 0
 
@@ -96,7 +95,7 @@ class Curve:
         """The capacity where the curve is farthest above its chord; 0 without hits.
 
         As in Satopaa et al., "Finding a Kneedle in a Haystack" (2011), without smoothing, on a linear axis. The chord
-        runs from the empty cache to the smallest capacity with the infinite cache's hits.
+        goes from an empty cache to the smallest capacity that has all hits of an infinite cache.
         """
         if not len(self.capacity_blocks) or not self.infinite_block_hit_ratio:
             return 0
@@ -127,7 +126,7 @@ def references_of(trace: Trace) -> References:
 
 def needed_blocks(references: References) -> Ints:
     """The smallest capacity at which each reference is a hit; the largest int64 for a first use."""
-    # Place of each use in time: within a request deepest first.
+    # Places in time: within a request, the deepest block is used first.
     places = references.first + references.last - 1 - np.arange(len(references), dtype=np.int64)
     by_place = np.empty_like(references.blocks)
     by_place[places] = references.blocks
@@ -138,7 +137,7 @@ def needed_blocks(references: References) -> Ints:
     if not len(seen):
         return needs
     starts, lasts = references.first[seen], own_previous[seen]
-    # Blocks last used one right after the other need one block more each: compute the first one of such a run.
+    # If the last uses of blocks were one after another, each needs 1 more than the block before: compute the first.
     is_head = np.ones(len(seen), bool)
     is_head[1:] = (starts[1:] != starts[:-1]) | (lasts[1:] != lasts[:-1] - 1)
     heads = np.flatnonzero(is_head)
@@ -153,7 +152,7 @@ def _steps(needs: Ints, tokens: Ints) -> tuple[Ints, Ints, Ints]:
     reused = needs != _NEVER
     capacities, index = np.unique(needs[reused], return_inverse=True)
     hits = np.bincount(index, minlength=len(capacities))
-    # Whole numbers up to 2**53 pass through the float weights unharmed.
+    # Float weights are exact for whole numbers up to 2**53.
     token_hits = np.bincount(index, weights=tokens[reused], minlength=len(capacities)).astype(np.int64)
     return capacities, np.cumsum(hits), np.cumsum(token_hits)
 
@@ -171,8 +170,8 @@ def _count_above(values: Ints, lengths: Ints, bounds: Ints) -> Ints:
     """For each query, how many of the first `lengths` values are above its bound.
 
     A wavelet matrix, built level by level from the highest bit and never stored. At each level a query's candidates are
-    one run [low, high) of the values. If the bound's bit is 0, the candidates with a 1 are above the bound and are
-    counted. The candidates with the bound's bit go on to the next level.
+    one run [low, high) of the values. If the bit of the bound is 0, candidates with a 1 are above the bound and are
+    counted. Candidates with the same bit as the bound remain for the next level.
     """
     # -1, the mark of a first use, becomes 0.
     values, bounds = values + 1, bounds + 1

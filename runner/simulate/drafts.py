@@ -1,9 +1,9 @@
-"""What drafting saves on recorded replies: forward passes and tokens per pass, counted without a model.
+"""Drafts: what drafting saves on recorded replies, in forward passes and tokens per pass, counted without a model.
 
-Each recorded reply is taken as what the model says. Requests come one after another, of one namespace; the first token
-of a reply comes from prefill, and is not counted. The sources, the votes and the rule of how many tokens to propose are
-those of the server (radixcache/speculate/). Only the time of a pass is assumed: each token more costs `TOKEN_COST` of a
-pass over one token.
+The count assumes that the model gives each recorded reply. Requests run one after another, in one namespace. The first
+token of a reply comes from prefill, and is not counted. The code that proposes tokens is that of the server
+(radixcache/speculate/). Only the time of a pass is assumed: each further token costs `TOKEN_COST` of a pass over one
+token.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from runner.script.schedule import requests_of
 from runner.script.script import recorded_reply
 from runner.text import Column, cells, figures_table
 
-#: What --speculate of the server can be, with the sources of each.
+#: The values of the server's option --speculate, with the sources of each.
 SPECULATE = {"tree": ("tree", "prompt"), "prompt": ("prompt",)}
-#: What a proposed token is assumed to cost, as a share of a pass over one token.
+#: The assumed cost of a proposed token, as a share of a pass over one token.
 TOKEN_COST = 0.15
 NOTE = (
     "Drafting: the recorded replies are taken as what the model says, one request after another. Each proposed token is"
@@ -47,9 +47,9 @@ class DraftRow:
 
     Attributes:
         replies: recorded replies with two tokens or more.
-        tokens: reply tokens behind the first.
+        tokens: tokens of these replies, without the first of each.
         passes: forward passes for these tokens; without drafting, one for each token.
-        sources: what became of each source's proposals.
+        sources: for each source, how many tokens were proposed and accepted.
     """
 
     speculate: str
@@ -81,7 +81,7 @@ class DraftRow:
 
     @property
     def speedup(self) -> float:
-        """Assumed time of decoding without drafts, over that with drafts."""
+        """Assumed time of decoding without drafts / with drafts."""
         return self.tokens / max(1.0, self.passes + self.token_cost * self.proposed)
 
 
@@ -98,7 +98,7 @@ COLUMNS = (
 
 
 class DraftCount:
-    """Counts what drafting from some sources gives on requests, in the order in which they are added."""
+    """Counts what drafting gives on requests, in the order in which they are added."""
 
     def __init__(self, speculate: str) -> None:
         self.row = DraftRow(speculate, TOKEN_COST)
@@ -107,7 +107,7 @@ class DraftCount:
         self._index = SuffixIndex(SUFFIX_INDEX_BYTES)
 
     def add(self, prompt: TokenIds, reply: Sequence[int]) -> None:
-        """Count a reply that is drafted from earlier requests, and remember this one."""
+        """Count a reply, with drafts from earlier requests; add this request to them."""
         made: dict[str, Source] = {"tree": TreeSource(self._index), "prompt": PromptSource(prompt, len(reply))}
         drafting = Drafting([made[name] for name in SPECULATE[self.row.speculate]], self._pace, prompt.tolist())
         row = self.row
@@ -122,7 +122,7 @@ class DraftCount:
         self._remember(np.concatenate([prompt, np.array(reply, np.int32)]), len(prompt))
 
     def _remember(self, tokens: TokenIds, prompt_tokens: int) -> None:
-        """Add what a cache that never evicts would add when the request closes."""
+        """Add to tree and index what a cache that never evicts adds when a request closes."""
         keys = tokens.astype(np.int64)
         match = self._tree.match(keys)
         self._index.add(tokens, context=min(match.offset, prompt_tokens))
@@ -134,7 +134,7 @@ class DraftCount:
 
 
 def passes_of(reply: Sequence[int], drafting: Drafting) -> int:
-    """Return the forward passes that the tokens of a reply behind the first take."""
+    """Return the number of forward passes for the tokens of a reply after the first."""
     drafting.advance(reply[:1])
     at, passes = min(1, len(reply)), 0
     while at < len(reply):
@@ -151,7 +151,7 @@ def passes_of(reply: Sequence[int], drafting: Drafting) -> int:
 def recorded_turns(
     conversations: Iterable[Conversation], tokenizer: Any
 ) -> Iterator[tuple[Conversation, TokenIds, list[int]]]:
-    """The requests of conversations that have a recorded reply: the conversation, the prompt, and the reply, in tokens.
+    """For each request with a recorded reply: the conversation, and prompt and reply in tokens.
 
     InputError: the template refuses a conversation.
     """
@@ -167,7 +167,7 @@ def recorded_turns(
                 where = f"{conversation.source}: conversation {conversation.conversation_id}"
                 raise InputError(f"{where}: {error}") from error
             if reply:
-                # What the template writes behind the end of a turn is not said by the model.
+                # The model does not write what the template adds after the end of a turn.
                 ends = [index for index, token in enumerate(reply) if token in tokenizer.eos_token_ids]
                 yield conversation, prompt, reply[: ends[0] + 1] if ends else reply
 
@@ -178,7 +178,7 @@ def leaves_calls_out(conversation: Conversation, tokenizer: Any) -> bool:
 
 
 def drafting_report(rows: Sequence[DraftRow], *, spells_calls: bool) -> tuple[list[str | Table], dict[str, Any]]:
-    """What to show of a count, and the same as JSON."""
+    """Tables and notes to show, and the same figures as JSON."""
     notes = [NOTE.format(rows[0].token_cost), *([CALLS_NOTE] if spells_calls else [])]
     table = figures_table(cells(COLUMNS, rows), names=("speculate",))
     figures = [{**asdict(row), **{str(each.value): each.of(row) for each in COLUMNS}} for row in rows]

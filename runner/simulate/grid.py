@@ -1,8 +1,8 @@
-"""Run many simulations, in this process, in several, or on a Ray cluster.
+"""Grid: run many simulations, in this process, in several processes, or on a Ray cluster.
 
-A job is a SimulationJob, a policy at a capacity, or a ReplicaJob, a router before a number of replicas.
-A worker gets the traces once, since they are large. Rows come in the order of the jobs and are the same everywhere,
-except for `seconds`. If a job fails or the user interrupts, the finished rows come before the exception.
+A job is a SimulationJob (a policy at a capacity) or a ReplicaJob (a router with a number of replicas). Each worker gets
+the traces once, since they are large. Rows come in the order of the jobs. Except for `seconds`, they do not depend on
+where a job runs. If a job fails or the user interrupts, the finished rows come before the exception.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.simulate.rows import ResultRow
 from runner.simulate.simulator import OnProgress
 from runner.traces.trace import Trace
 
-#: Seconds between two looks at the progress of other processes.
+#: Seconds between two checks of the progress of other processes.
 POLL_S = 0.1
 
 R = TypeVar("R", bound=ResultRow)
@@ -28,7 +28,7 @@ R_co = TypeVar("R_co", bound=ResultRow, covariant=True)
 
 
 class AnyJob(Protocol[R_co]):
-    """One simulation, on the trace with this index."""
+    """One simulation; `trace` is the index of the trace that it runs on."""
 
     @property
     def trace(self) -> int: ...
@@ -83,8 +83,8 @@ def run_on_ray(
     started_here = not ray.is_initialized()
     try:
         if started_here:
-            # "auto" also finds a private cluster of another process, which refuses all others after 20 seconds. Without
-            # an address Ray joins the cluster of `ray start`.
+            # "auto" also finds a private cluster of another process, and then fails after 20 s. Without an address, Ray
+            # joins the cluster of `ray start`.
             ray.init(address=None if address == "auto" else address, log_to_driver=False)
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(str(error)) from error
@@ -102,7 +102,7 @@ def run_on_ray(
 
 
 def in_order(futures: Sequence[Future[R]], report_progress: Callable[[], None] = lambda: None) -> Iterator[R]:
-    """Yield the rows in order; before an exception, all that have finished."""
+    """Yield the rows in order; before an exception, yield all rows that have finished."""
     count = 0
     try:
         for future in futures:
@@ -121,7 +121,7 @@ def in_order(futures: Sequence[Future[R]], report_progress: Callable[[], None] =
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C. Processes that start meanwhile always ignore it; this process stops them."""
+    """Delay Ctrl-C. Processes that start in this context ignore Ctrl-C for good; this process stops them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -129,7 +129,7 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-#: What a worker process has.
+#: The state of a worker process.
 _traces: Sequence[Trace] = ()
 _served: Any = None
 _stop: Any = None

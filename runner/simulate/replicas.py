@@ -1,12 +1,12 @@
-"""Replicas: send a trace, at its arrival times, through a router to several caches, each with a queue.
+"""Replicas: send the requests of a trace, when they arrive, through a router to several caches, each with a queue.
 
     arrival ──► Dispatcher.choose ──► queue ──► cache ──► reading + prefill ──► first token ──► decoding ──► end
                  ▲ what is stored there                    tokens left x s/token                 tokens x s/token
                  └───────────────────────────────────────────────────────────────────────────────────────┘
 
-The router (`runner/routing`) and the caches, in sizes, are the deployed ones. A replica serves one request after the
-other, and tells the router at once what it has evicted. Behind the replicas there may be a shared tier: the deployed
-one over a store of sizes. Each replica reads it at the speed of its own link; writing takes no time.
+Router (`runner/routing`) and caches run the code of the server, with sizes in place of state. A replica serves one
+request after the other, and tells the router at once what it has evicted. The replicas may share a tier: the code of
+the server over a store of sizes. Each replica reads the tier at the speed of its own link; writing takes no time.
 
   RS1  Each request is served once, by one replica, in the order of arrival there.
   RS2  No decision depends on the future: the router knows neither the lengths nor the ends of replies.
@@ -30,7 +30,7 @@ from runner.traces.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJob:
-    """A router before a number of replicas; `each` is one replica's cache, and its disk is the tier behind all."""
+    """A router with a number of replicas. `each` is the cache of one replica; its disk is the tier that all share."""
 
     each: SimulationJob
     router: str
@@ -43,7 +43,7 @@ class ReplicaJob:
         return self.each.trace
 
     def run(self, trace: Trace, on_progress: OnProgress | None = None, router: Router | None = None) -> ReplicaRow:
-        """Run the simulation. `router` is used instead of the job's, under the job's name."""
+        """Run the simulation. A `router` replaces that of the job; the row has the name of the job's router."""
         began = time.perf_counter()
         run = Replicas(trace, self, router)
         run.run(on_progress)
@@ -73,7 +73,7 @@ class ReplicaJob:
 
 @dataclass(slots=True)
 class Served:
-    """One request: the tokens that it prefilled, and the times of its first and its last token."""
+    """One request: the tokens that were prefilled, durations, and the times of the first and the last token."""
 
     left_tokens: int
     prefill_s: float
@@ -84,7 +84,7 @@ class Served:
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """A cache, the numbers of its requests, the one being served first, and the digests of those that wait."""
+    """A cache. `queue`: indices of its requests, the running one first; `coming`: digests of the waiting ones."""
 
     name: str
     simulation: Simulation
@@ -94,7 +94,7 @@ class SimulatedReplica:
 
 
 class Replicas:
-    """Runs a trace through a router. By request, `served` has the times, and `went` has the replica."""
+    """Runs a trace through a router. For each request, `served` has the times, and `went` the replica."""
 
     def __init__(self, trace: Trace, job: ReplicaJob, router: Router | None = None) -> None:
         self.trace, self._speeds, each = trace, job.speeds, job.each
@@ -102,9 +102,9 @@ class Replicas:
         cache = (trace, each.policy, *each.budget(trace), self.machine)
         self.replicas = [SimulatedReplica(f"{index:04}", Simulation(*cache)) for index in range(job.replicas)]
         self._by_name = {replica.name: replica for replica in self.replicas}
-        # Blocks of the trace per digest: a digest covers as many tokens as a deployed one, or a longer block.
+        # Blocks of the trace per digest. A digest covers BLOCK_TOKENS, as on a server, or one longer block.
         self._stride = max(1, BLOCK_TOKENS // trace.block_tokens)
-        # The router knows the speeds, and nothing yet of the length of replies.
+        # The router knows the speeds, but not the lengths of replies.
         first = Coefficients(1 / job.speeds.prefill_tokens_per_s, 1 / job.speeds.decode_tokens_per_s, FIRST[-1])
         self.dispatcher = Dispatcher(
             router or make_router(job.router, job.seed),
@@ -124,7 +124,7 @@ class Replicas:
         self._advance(float("inf"))
 
     def ask(self, request: TraceRequest) -> Ask:
-        """A request as the router sees it. A key of the trace stands for a whole prefix, so it serves as a digest."""
+        """A request as the router sees it. A key of the trace stands for a whole prefix, so it is used as a digest."""
         whole = request.tokens // self.trace.block_tokens
         return Ask(request.keys[self._stride - 1 : whole : self._stride].tolist(), request.tokens, request.session)
 
@@ -151,7 +151,7 @@ class Replicas:
             self.dispatcher.tell(replica.name, removed=gone)
 
     def _advance(self, now_s: float) -> None:
-        """End the requests that end by now, and begin the next one of each queue."""
+        """End the requests that have ended by `now_s`, and begin the next request in each of their queues."""
         while self._ends and self._ends[0][0] <= now_s:
             end_s, index, name = heapq.heappop(self._ends)
             served, replica = self.served[index], self._by_name[name]

@@ -26,7 +26,7 @@ class Speeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DiskPlan:
-    """A disk, or a tier that replicas share: its size, its speed, the model's speed, and when state is written."""
+    """A disk, or a tier that replicas share: its size and speed, the speed of the model, and when state is written."""
 
     budget_bytes: int
     read_bytes_per_s: float
@@ -47,7 +47,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class DiskUse(TierUse):
-    """What a disk did; `decisions` counts reads, and reasons not to read, as `CacheStats.store_decisions`."""
+    """What a disk did. `decisions` counts reads and reasons not to read, like `CacheStats.store_decisions`."""
 
     decisions: dict[str, int]
 
@@ -57,9 +57,9 @@ class ResultRow:
     """One trace through one or more caches with one policy and budget.
 
     Attributes:
-        capacity_blocks, capacity_bytes: the budget of each cache; None: blocks, or tokens, have no size.
-        block_refs, block_hits: blocks of all prompts, and those found in memory or in a tier below.
-        token_hit_ratio: tokens of found blocks / prompt tokens; a model evaluates a prompt's last token all the same.
+        capacity_blocks, capacity_bytes: the budget of each cache; None: the model has no spans, or no model is given.
+        block_refs, block_hits: blocks of all prompts, and how many were found in memory or in a tier below.
+        token_hit_ratio: tokens of found blocks / prompt tokens; it counts a last token that is evaluated again.
         seconds: wall time of the simulation.
     """
 
@@ -80,7 +80,7 @@ class ResultRow:
 
 @dataclass(frozen=True, slots=True)
 class SimulationRow(ResultRow):
-    """One cache; `has_checkpoints`: the model has state that is valid at single offsets only."""
+    """One cache; `has_checkpoints`: the model has layers that resume only at checkpoints."""
 
     has_checkpoints: bool = False
     disk: DiskUse | None = None
@@ -91,12 +91,12 @@ class ReplicaRow(ResultRow):
     """Several replicas behind a router, counted together.
 
     Attributes:
-        infinite_token_hit_ratio: of one cache without limit that sees all requests.
+        infinite_token_hit_ratio: token_hit_ratio of one cache without limit that gets all requests.
         share_of_infinite: token_hit_ratio / infinite_token_hit_ratio.
         matched_tokens: prompt tokens that the router expected at the replica it chose.
-        ttft_s_p50, ttft_s_p95, ttft_s_p99: from a request's arrival to the end of its prefill, waiting included.
+        ttft_s_p50, ttft_s_p95, ttft_s_p99: from the arrival of a request to the end of its prefill, with waiting.
         busy: seconds of work of all replicas / (replicas x seconds from the first arrival to the last end).
-        load_p95, load_max: 95th percentile and maximum of the replicas' seconds of work, divided by their mean.
+        load_p95, load_max: 95th percentile and maximum of seconds of work over replicas, divided by the mean.
     """
 
     router: str
@@ -192,7 +192,7 @@ REPLICA_COUNTS = (
     " of the hits of one cache without limit. TTFT: from arrival to the end of prefill, with waiting. Busy: share of"
     " the time in which the replicas worked. Load: 95th percentile and maximum of the replicas' work, over its mean."
 )
-#: From this share of the time on, replicas count as unable to keep up.
+#: Replicas that are busy for this share of the time, or more, cannot keep up.
 FULL = 0.95
 FULL_NOTE = (
     "Replicas that are busy for {:.0%} of the time or more cannot keep up. Their queue grows with the length of the"
@@ -255,7 +255,7 @@ def _fifo_is_lru(rows: Sequence[SimulationRow]) -> bool:
 
 
 def _same_policies(rows: Sequence[SimulationRow]) -> list[list[str]]:
-    """Groups of policies with equal hits wherever they ran, in two places or more."""
+    """Groups of policies that ran in the same places, two or more, with equal hits in each. See `_place`."""
     found: dict[str, set[tuple[object, ...]]] = {}
     for row in rows:
         found.setdefault(row.policy, set()).add((*_place(row), row.block_hits))
@@ -265,7 +265,7 @@ def _same_policies(rows: Sequence[SimulationRow]) -> list[list[str]]:
     return [group for hits, group in groups.items() if len(group) > 1 and len(hits) > 1]
 
 
-#: What is shown to people, and the same figures for JSON.
+#: Tables and notes for people, and the same figures for JSON.
 SimulationReport = tuple[Sequence[Any], dict[str, Any]]
 
 
@@ -291,7 +291,7 @@ FIGURE_INCHES = (9.0, 5.0)
 OFFLINE_LINES = {"belady": "-", "belady-bypass": "--"}
 #: A marker for each policy.
 MARKERS = "osD^v<>pPX*hdH8+x1|"
-#: Steps of this size around the colour wheel keep any number of hues apart.
+#: A step around the colour wheel that gives distinct hues for any number of policies.
 GOLDEN = 0.618
 #: The most capacities that fit below the axis.
 MOST_TICKS = 8
@@ -299,7 +299,7 @@ RATIO_LABEL = "block hit ratio: blocks found / blocks asked for"
 
 
 def policies_picture(rows: Sequence[SimulationRow], infinite: float, file_format: str) -> bytes:
-    """Block hit ratio over capacity; dotted: a cache without limit. Policies with equal ratios share a line."""
+    """Block hit ratio over capacity; a dotted line: no limit. Policies with equal ratios share a line."""
     figure = new_figure(*FIGURE_INCHES)
     axes = figure.subplots()
     styles = _line_styles(dict.fromkeys(row.policy for row in rows))
@@ -316,7 +316,7 @@ def policies_picture(rows: Sequence[SimulationRow], infinite: float, file_format
     disk = rows[0].disk
     beside = "" if disk is None else f", with a disk of {disk.plan.budget_bytes / GIB:,.2f} GiB"
     synthetic = " (arrival times are synthetic)" if rows[0].is_timing_synthetic else ""
-    # Dollar signs in a name are no formula.
+    # A dollar sign in a name does not begin a formula.
     axes.set_title(f"{rows[0].trace}{beside}{synthetic}", parse_math=False)
     axes.set_xscale("log")
     capacities = sorted({_capacity(row) for row in rows})
@@ -337,7 +337,7 @@ def _capacity(row: ResultRow) -> float:
 
 
 def _line_styles(policies: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """How each policy is drawn: the bounds in black, the others by colour and marker."""
+    """How each policy is drawn: offline policies in black, each other one with its colour and marker."""
     styles: dict[str, dict[str, Any]] = {}
     for policy in policies:
         index = len(styles.keys() - OFFLINE_LINES.keys())

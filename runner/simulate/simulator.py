@@ -1,14 +1,13 @@
-"""Simulate a trace, or grow a tree from conversations, with the PrefixCache of a server and sizes for layer state.
+"""Simulator: run a trace, or grow a tree from conversations, with the server's PrefixCache, and sizes for layer state.
 
-A key of the tree stands for a block of the trace. A leaf loses its tail block by block, and blocks with different
-histories are not joined, so an edge behaves like a chain of nodes of one block each. Ticks are the trace's
-milliseconds; requests that arrive together get successive ticks.
+A key of the tree stands for a block of the trace. Eviction cuts a leaf block by block, and blocks with different
+histories are not joined. So an edge behaves like a chain of nodes of one block each. Ticks are the milliseconds of the
+trace; requests that arrive at the same time get successive ticks.
 
     pure span models    the matched blocks are the hits; the rest is evaluated at once
-    models with points  checkpoints are taken as in a session; a request prefills from the last one on
+    models with points  checkpoints are taken as in a session; a request prefills from the last one it can use
 
-With a disk, the deployed tier uses a store of sizes (see `Machine`). The same trace and arguments give the same
-figures. Not thread-safe.
+With a disk, see `Machine`. The same trace and arguments give the same figures. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -44,21 +43,22 @@ OnProgress = Callable[[int], None]
 UNLIMITED_BYTES = 1 << 62
 #: Requests between two calls of a progress callback.
 PROGRESS_REQUESTS = 500
-#: Requests between two moments at which a signal is handled.
+#: Requests that are served under one lock; signals are handled between two locks.
 LOCKED_REQUESTS = 50
-#: Step in which mlx-lm's KVCache grows, in tokens.
+#: Tokens by which the buffers of mlx-lm's KVCache grow.
 GROW_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Bytes per block of a trace. Without a model a block is one byte, and a budget counts blocks.
+    """Bytes per block of a trace. Without a model a block has one byte, so a budget is a number of blocks.
 
     Attributes:
-        span_bytes: of layers that can be cut anywhere.
+        span_bytes: of the layers that can be cut at any token.
         checkpoint_bytes: of a checkpoint, without windows.
         windows: sliding windows of at least a block, as (whole blocks, bytes per block).
-        stored_span_bytes: as `span_bytes`, of blocks that are not live; None: the same.
+        is_counting: whether there is no model.
+        stored_span_bytes: as `span_bytes`, for a block that is not live; None: the same.
     """
 
     span_bytes: int = 1
@@ -84,7 +84,7 @@ class BlockSizes:
 
 
 class Future:
-    """When each key of a trace is used next, which no server knows. `last_key_of` is None for an entry that is gone."""
+    """When each key of a trace is used next; no server knows that. `last_key_of` gives None for a removed entry."""
 
     def __init__(self, requests: Sequence[TraceRequest], last_key_of: Callable[[Entry], int | None]) -> None:
         self._requests = requests
@@ -103,18 +103,18 @@ class Future:
         self._next.update(zip(self._requests[index].keys.tolist(), self._following[index], strict=True))
 
     def next_use(self, entry: Entry) -> float:
-        """Index of the next request that uses the end of the entry's edge; infinity for never."""
+        """Index of the next request that uses the last key of the entry; infinity: none does."""
         key = self._last_key_of(entry)
         return math.inf if key is None else self._next.get(key, math.inf)
 
 
 class Machine(SizedModel):
-    """A model and a disk of given speeds, in sizes, with one clock. Writing takes no time.
+    """A simulated model and disk of given speeds, with one clock and sizes for state. Writing takes no time.
 
         prefill    tokens / (tokens/s) ──►  clock  ◄── bytes / (bytes/s)    reading
 
-    The deployed `Rates` measure both by this clock, and the deployed cache decides what to read. Several caches may use
-    `disk`, one at a time. A key stands for `block_tokens`.
+    The server's `Rates` measure both speeds by this clock, and the server's cache decides what to read. Several caches
+    may use `disk`, one at a time. A key stands for `block_tokens`.
     """
 
     def __init__(self, plan: DiskPlan, block_tokens: int) -> None:
@@ -146,7 +146,7 @@ class Machine(SizedModel):
 
 
 def with_progress(trace: Trace, on_progress: OnProgress | None) -> Iterator[tuple[int, TraceRequest]]:
-    """Number the requests; tell `on_progress` now and then how many were served since its last call."""
+    """Number the requests; every PROGRESS_REQUESTS, tell `on_progress` how many were served since its last call."""
     for index, request in enumerate(trace.requests):
         yield index, request
         if on_progress is not None and (index + 1) % PROGRESS_REQUESTS == 0:
@@ -156,7 +156,7 @@ def with_progress(trace: Trace, on_progress: OnProgress | None) -> Iterator[tupl
 
 
 class Simulation:
-    """Runs a trace through one cache, with a disk, or with a machine that several caches share.
+    """Runs a trace through one cache. `disk`: a disk for this cache, or a machine that several caches share.
 
     An offline policy is given by its name. ValueError: the policy bypasses the cache, with a disk or checkpoints.
     """
@@ -219,7 +219,7 @@ class Simulation:
         if self._bypass:
             hits = self._serve_bypassing(request.keys)
         elif self.machine is None and not self.layout.has_points:
-            # The last block of a fully stored prompt is evaluated again for logits; it counts as a hit.
+            # If all blocks of a prompt are stored, the last is evaluated again for logits. It counts as a hit.
             hits = serve_spans(self.cache, self._ids[:count], request.keys, request.turn, request.kind)
         else:
             hits = self._serve_session(request)
@@ -264,7 +264,7 @@ class Simulation:
 
 
 def _with_one_more(keys: Keys) -> Keys:
-    """A prompt with one more block that is stored nowhere, so that no stored block is evaluated again."""
+    """Add a block that is not stored. It is evaluated, so that no stored block is."""
     return np.append(keys, -1)
 
 
@@ -337,7 +337,7 @@ def grow_tree(
     skip_bad: bool = False,
     on_progress: OnProgress | None = None,
 ) -> tuple[PrefixCache, list[str]]:
-    """Serve conversations in sizes, with recorded replies. Returns the cache, and a line for each request left out.
+    """Serve conversations with recorded replies, in sizes. Return the cache, and a line for each request left out.
 
     ScriptError: the template refuses a conversation and `skip_bad` is off.
     """
@@ -364,7 +364,7 @@ def grow_tree(
 
 
 def _render(tokenizer: Any, request: ScheduledRequest, *, with_marks: bool) -> tuple[Any, tuple[int, ...]]:
-    """Tokens, and marks for layers that resume only at checkpoints."""
+    """Tokens, and marks if some layers resume only at checkpoints."""
     tools, arguments = request.conversation.tools, request.conversation.arguments
     if with_marks:
         return render_chat(tokenizer, request.messages, tools, **arguments)
