@@ -426,8 +426,8 @@ def test_generated_replies_are_in_the_next_prompts_and_fit_whatever_they_are():
 def test_drafted_replies_are_those_without_drafts(monkeypatch):
     monkeypatch.setattr(core, "DraftPace", partial(DraftPace, lambda rows, width: 1 + width / 100))
     drafted = []
-    said = Drafting.said
-    monkeypatch.setattr(Drafting, "said", lambda *of, **more: drafted.append(said(*of, **more)))
+    advance = Drafting.advance
+    monkeypatch.setattr(Drafting, "advance", lambda *of, **more: drafted.append(advance(*of, **more)))
     plain = run("tiny:llama", ["radix"], max_tokens=40)["radix"]
     assert not drafted
     for speculate in ("tree", "prompt"):
