@@ -141,4 +141,4 @@ def saying(reply: list[int], failing_at: int | None) -> Callable[[mx.array], mx.
 
 
 TestDraftedRows = walking(DraftedRowsMachine, examples=12, steps=6)
-TestDraftedRowsLonger = pytest.mark.slow(walking(DraftedRowsMachine, examples=250, steps=20))
+TestDraftedRowsLonger = pytest.mark.timeout(900)(pytest.mark.slow(walking(DraftedRowsMachine, examples=400, steps=20)))
