@@ -79,10 +79,10 @@ DIFFERS = "it differs"
 _REORDERED = "the same in another order"
 _REMOVED = "messages before it were removed"
 _MOVED = "the same messages in another order"
-_NOT_WRITTEN = "the prompt has it otherwise than the model wrote it"
+_NOT_WRITTEN = "the prompt differs from what the model wrote"
 _REPLY_HINT = (
-    "If the client sends replies back as it got them, the chat template writes reasoning, texts or calls in another "
-    "way than the model, and no text can change that."
+    "If the client sends replies back unchanged, the chat template writes reasoning, text or calls differently from "
+    "the model. Only another chat template can change that."
 )
 _ORDER_HINT = "Send the tools in the same order in every request, for example sorted by name."
 _LIST_HINT = "Send the same tools in every request of a conversation, and new tools at the end of the list."

@@ -145,8 +145,8 @@ class RowProgress:
             # The row with the most tokens left goes first. So all rows end at the same time, and share passes.
             first = max(left, key=lambda row: ends[row] - row.position)
             count = counts[first]
-            rows = [row for row in left if row is first or (counts[row] == count and self._can_join(model, row, count))]
-            rows = [row for row in rows if self._begin_alike([first, row])]
+            alike = [row for row in left if counts[row] == count and row.has_states_like(first)]
+            rows = [row for row in alike if row is first or self._can_join(model, row, count)]
             rows = rows if self._can_join(model, first, count) else [first]
             if (logits := self._run_prompts(model, rows, count)) is None:
                 rows = [first]
@@ -170,10 +170,6 @@ class RowProgress:
 
     def _stops(self, row: Row) -> Collection[int]:
         return row.stops if self._layout.has_states else ()  # windows are copied after the pass
-
-    def _begin_alike(self, rows: Sequence[Row]) -> bool:
-        """Whether rows may share a pass. With recurrent layers, a row at offset 0 shares none with a row beyond."""
-        return not self._layout.has_states or len({row.position > 0 for row in rows}) == 1
 
     def _can_join(self, model: Any, row: Row, count: int) -> bool:
         is_short = count <= CASCADE_TOKENS and row.tail_tokens <= TOGETHER_COLUMNS
@@ -229,7 +225,7 @@ class RowProgress:
             return found[0]
         self.start(model, rows)
         self._room.require_tokens(len(rows))
-        side_by_side = self.way(model).way is not Way.SINGLE and self._begin_alike(rows)
+        side_by_side = self.way(model).way is not Way.SINGLE
         logits: mx.array = self.run(lambda: self._passes.step(model, rows, array, side_by_side=side_by_side))
         if not self._layout.is_known:
             with self._lock:
@@ -273,7 +269,7 @@ class RowProgress:
             return list(map(add, counts, owed))
 
         array = mx.array(np.stack([np.pad(its, (0, longest - len(its))) for its in ids]))
-        lengths, side_by_side = [*map(len, ids)], self.way(model).is_ragged and self._begin_alike(rows)
+        lengths, side_by_side = [*map(len, ids)], self.way(model).is_ragged
         in_prompt = [row.prompt_left for row in rows]
         self.run(lambda: self._passes.check(model, rows, array, lengths, kept, side_by_side=side_by_side))
         for row, its, known, count in zip(rows, given, in_prompt, counts, strict=True):

@@ -179,8 +179,7 @@ class Passes:
 
     def _seat(self, rows: Sequence[Row], count: int, is_prompt: bool = False) -> Batch:
         """Bring all these rows into one batch, with room for `count` more tokens. Raises OverBudgetError."""
-        batches = list({id(row.batch): row.batch for row in rows}.values())
-        if len(batches) > 1 and any(each.state_shapes != batches[0].state_shapes for each in batches[1:]):
+        if not all(row.has_states_like(rows[0]) for row in rows):
             raise OverBudgetError
         with self._lock:
             return self._join(rows, count) or self._gather(rows, count, is_prompt)

@@ -164,6 +164,10 @@ class Row:
             found.append((position, leaf.columns_of(self.at, column, column + self.position - position)))
         return found
 
+    def has_states_like(self, other: Row) -> bool:
+        """Whether recurrent states have the same shapes, so that both may share a pass. At offset 0 there are none."""
+        return self.batch is other.batch or self.batch.state_shapes == other.batch.state_shapes
+
     def leave_others(self) -> None:
         """Move into a batch of its own, unless it is alone."""
         if len(self.batch.rows) > 1:

@@ -307,7 +307,7 @@ class Evictor:
         has_points, is_smaller = self._layout.has_points, self._layout.is_smaller_at_rest
         return (
             (has_points and self._states.windows.drop_unneeded(over))
-            or (has_points and self._drop_checkpoint(self._states.thinning.dear(self._layout.token_bytes)))
+            or (has_points and self._drop_checkpoint(self._states.thinning.costly(self._layout.token_bytes)))
             or (len(self._slots.paths) > 1 and self.empty_slot(self._stale_path(), over))
             or ((has_points or is_smaller) and self._shorten(over, over_bytes))
             or self.evict_one(over_bytes)

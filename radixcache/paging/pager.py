@@ -25,7 +25,7 @@ from radixcache.ledger import Booking
 from radixcache.paging.budget import ByteBudget, Evictor
 from radixcache.paging.resume import LivePath, PrefixRequest, ResumePlan, Slots, deepest_whole
 from radixcache.tokens import Keys
-from radixcache.tree.state_tree import StateNode, StateTree, Use, is_dear
+from radixcache.tree.state_tree import StateNode, StateTree, Use, is_costly
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -268,7 +268,7 @@ class Pager:
 
         Own checkpoints that are not worth their bytes go before anything in the tree.
         """
-        while self._budget.over_bytes() and own.give_up(only_dear=True):
+        while self._budget.over_bytes() and own.give_up(only_costly=True):
             pass
         self._evictor.thin_checkpoints()
         fits = self._evictor.make_room()
@@ -543,13 +543,13 @@ class OwnState:
         self._trim_to({window: [(start, end)] for window in self._layout.windows})
         self.drop(lambda each: each.offset > end)
 
-    def give_up(self, *, only_dear: bool = False) -> bool:
-        """Drop spare tokens, else an interval checkpoint (`only_dear`: only one not worth its bytes). False: none."""
+    def give_up(self, *, only_costly: bool = False) -> bool:
+        """Drop spare tokens, else an interval checkpoint (`only_costly`: only one not worth its bytes). False: none."""
         if not self._has_spare:
             gap, victim = _least_covering(self.start, self.checkpoints, self._last_to_fit())
             if victim is None:
                 return False
-            if only_dear and not is_dear(gap * self._layout.token_bytes, self.bytes_at(victim.offset)):
+            if only_costly and not is_costly(gap * self._layout.token_bytes, self.bytes_at(victim.offset)):
                 return False
             self.drop(lambda each: each is victim)
         self.trim()

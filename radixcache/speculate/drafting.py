@@ -304,7 +304,7 @@ def drafting_of(
         raise ValueError(f'speculate is {speculate!r:.80}; wanted "tree", "prompt" or None.')
     if settings.exact and (speculate is not None or prediction is not None):
         name = "prediction" if speculate is None else "speculate"
-        raise ValueError(f"{name} with an exact cache: passes over several tokens have other bits.")
+        raise ValueError(f"{name} with an exact cache: passes over several tokens round differently.")
     most = None if max_tokens is None else MOST_PREDICTED * require_count("max_tokens", max_tokens, "tokens")
     sources: list[Source] = []
     if prediction is not None and np.asarray(prediction, dtype=object).size:

@@ -60,7 +60,7 @@ class StoreStats:
     evicted_files: int = counter("files", "Files removed to keep the budget.")
     evicted_bytes: int = counter("bytes", "Bytes removed to keep the budget.")
     damaged_files: int = counter("files", "Damaged files that were removed.")
-    vanished_files: int = counter("files", "Files that were gone when they were to be read.")
+    vanished_files: int = counter("files", "Files that were missing when they were read.")
     read_errors: int = counter("errors", "Files or folders that the system could not read.")
     failed_calls: dict[str, int] = counter("calls", "Failed calls to a server, by kind.", label="kind")
 

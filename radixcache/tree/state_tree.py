@@ -3,14 +3,14 @@
 Each node has a NodeState. A policy sees it as one or two entries: one for the node's spans, one for the checkpoint at
 its end. `Entries` makes the entries, updates them when the node changes, and tells the policy which are evictable.
 
-Thinning evicts checkpoints before the policy is asked, if there are too many or they are dear. Interval checkpoints go
-first, then tails and ends; within a kind, the least recently used. Several interval checkpoints can have one tick of
+Thinning evicts checkpoints before the policy is asked, if there are too many or they are costly. Interval checkpoints
+go first, then tails and ends; within a kind, the least recently used. Several interval checkpoints can have one tick of
 last use, mostly on one path. Of these, the one with the closest neighbours goes first:
 
     0 ---- 2048 ---- 4096 ---- 6144 - 6200       6144 goes first, then 2048, then 4096
 
-An interval checkpoint is dear if the spans between its neighbours weigh less than WORTH times its bytes. If room is
-short, dear checkpoints go first, so that a long prompt keeps only a few. A checkpoint that is worth its bytes is
+An interval checkpoint is costly if the spans between its neighbours weigh less than WORTH times its bytes. If room is
+short, costly checkpoints go first, so that a long prompt keeps only a few. A checkpoint that is worth its bytes is
 checked again only after its node is refreshed: O(checkpoints of one tick).
 
 StateTree: the radix tree joined with the state of its nodes, the policy's entries and the ledger's bytes.
@@ -308,7 +308,7 @@ def digests_on(node: StateNode) -> Digests:
     return digests
 
 
-def is_dear(span_bytes: int, checkpoint_bytes: int) -> bool:
+def is_costly(span_bytes: int, checkpoint_bytes: int) -> bool:
     """Whether a checkpoint costs more than it is worth. `span_bytes`: of the spans between its neighbours."""
     return span_bytes < WORTH * checkpoint_bytes
 
@@ -341,13 +341,13 @@ class Thinning:
         kind, *_, entry_id = self._order[0]
         return self._filed[entry_id][1] if kind else self._closest()[1]
 
-    def dear(self, token_bytes: int) -> StateNode | None:
-        """A node with a dear interval checkpoint, if there is one."""
+    def costly(self, token_bytes: int) -> StateNode | None:
+        """A node with a costly interval checkpoint, if there is one."""
         while self._order and self._order[0][:2] == (0, False):
             gap, node = self._closest()
             entry = node.payload.checkpoint_entry
             assert entry is not None, node
-            if is_dear(gap * token_bytes, entry.weight_bytes):
+            if is_costly(gap * token_bytes, entry.weight_bytes):
                 return node
             for key in self._oldest():
                 self._order.remove(key)

@@ -120,7 +120,7 @@ def launch(
         bool,
         Option(
             "--move-volatile/--keep-volatile",
-            help="Have the server move what the client's system prompt says of folder and day behind the tools.",
+            help="Have the server move the folder and the date in the client's system prompt behind the tools.",
         ),
     ] = True,
     dry_run: Annotated[bool, Option("--dry-run", help="Print what would be run, and run nothing.")] = False,

@@ -52,7 +52,7 @@ class ReplayArguments(ConversationOptions):
     recorded: Annotated[bool, Option("--recorded", help="Generate 1 token, then feed the recorded reply.")] = False
     step_size: Annotated[int, Option(help="Tokens per chunk of prefill.")] = 2048
     parallel: Annotated[int | None, Option(help="Serve N users together; --cache radix, mlx-lm or both.")] = None
-    exact: Annotated[bool, Option("--exact", help="Resume only at multiples of --step-size, for equal bits.")] = False
+    exact: Annotated[bool, Option("--exact", help="Resume only at multiples of --step-size: bit-identical.")] = False
     stored_bits: StoredBits = None
     speculate: Annotated[Speculate | None, Option(help="Draft radix's replies from the tree or the prompt.")] = None
     disk: Annotated[Path | None, Option(help="Folder where radix keeps state, also for later replays.")] = None

@@ -298,8 +298,8 @@ class Report:
         if gaps and [each.cache for each in wrong] == [RADIX]:
             answers = plural(len(self.runs[0].rows), "answer")
             return (
-                f"With {self._stored_bits} bits at rest, {len(gaps)} of {answers} part "
-                f"from those without a cache, where the two highest logits are {gaps[0]:.2g} to {gaps[-1]:.2g} apart."
+                f"With {self._stored_bits} bits at rest, {len(gaps)} of {answers} differ from those without a cache, "
+                f"at tokens whose two highest logits are {gaps[0]:.2g} to {gaps[-1]:.2g} apart."
             )
         if not wrong:
             return "Every answer is the same as without a cache."

@@ -145,7 +145,7 @@ def parse_record(record: Record) -> Iterator[Conversation]:
     if form is None:
         raise _unknown(record)
     if form.join is not None:
-        raise InputError(f"{record.where}: is of {form.name}, in a file of another form; wanted a file of its own.")
+        raise InputError(f"{record.where}: is of {form.name}, in a file of another form; wanted one form per file.")
     if form.read is None:
         yield from _conversations(record, form)
     else:

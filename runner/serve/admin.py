@@ -121,7 +121,7 @@ def _store_words(tier: str, stats: StoreStats) -> list[str]:
     ]
     files = {
         "damaged and removed": stats.damaged_files,
-        "gone when they were to be read": stats.vanished_files,
+        "missing when they were read": stats.vanished_files,
         "could not be read": stats.read_errors,
     }
     dropped = {f"because {why}": blocks for why, blocks in sorted(stats.dropped.items())}

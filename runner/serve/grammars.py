@@ -261,7 +261,7 @@ class Grammars:
         is_limited = constraint.calls == "auto" and constraint.functions is not None and tokenizer.has_tool_calling
         has_grammar = is_required or is_limited or constraint.schema is not None
         if has_grammar and (tokenizer.response_transitions or tokenizer.structural_markers):
-            raise ApiError(400, "this model's replies have a form of their own, so no other form can be enforced.")
+            raise ApiError(400, "this model's replies have a format of their own, so no other can be enforced.")
         calls = text = None
         if is_required or is_limited:
             calls = self._grammar(call_rules(request, tokenizer, marks.tokenizer), marks, request, is_call=True)

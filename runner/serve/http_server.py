@@ -154,7 +154,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         status = getattr(sys.exc_info()[1], "error_status_hint", 400)
-        self._refuse(ApiError(status, f"this is no request of HTTP/1.1 that the server takes: {sys.exc_info()[1]}."))
+        self._refuse(ApiError(status, f"not a valid HTTP/1.1 request: {sys.exc_info()[1]}."))
 
     def _make_room(self) -> None:
         """Close the connection that has been idle longest, else one whose body has not come; else this one."""

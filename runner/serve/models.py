@@ -94,7 +94,7 @@ class WarmEntry:
         except (ValueError, RecursionError) as error:
             raise WarmFileError(f"{self.where}: {error}") from error
         if end == 0:
-            raise WarmFileError(f"{self.where}: no other prompt begins with what the chat template makes of it.")
+            raise WarmFileError(f"{self.where}: no other prompt can begin with what the chat template makes of it.")
         return chat.tokens[:end]
 
 

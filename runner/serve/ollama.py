@@ -94,7 +94,7 @@ def _known_format(format: Any) -> Any:
 
 
 Images = Annotated[
-    list[Any] | None, _refuse_value("images are not taken here; /v1/chat/completions and /v1/messages take them")
+    list[Any] | None, _refuse_value("this route takes no images; /v1/chat/completions and /v1/messages do")
 ]
 #: Many clients write a whole number with a decimal point, such as 5.0.
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), lt=2**31)]
@@ -249,10 +249,10 @@ class GenerateBody(OllamaBody):
     system: str = ""
     raw: bool = False
     images: Images = None
-    suffix: Annotated[str, _refuse_value("this server fills no gap in a text")] = ""
+    suffix: Annotated[str, _refuse_value("the server only continues a text; it cannot fill in the middle")] = ""
     template: Annotated[str, _refuse_value("the model has its own chat template; with raw, a prompt needs none")] = ""
     context: Annotated[
-        list[int] | None, _refuse_value("no reply of this server has one; /api/chat takes the messages before")
+        list[int] | None, _refuse_value("the server returns no context; send the earlier messages to /api/chat")
     ] = None
 
     @property

@@ -30,7 +30,7 @@ class ServeOptions:
     num_draft_tokens: Annotated[int, Option(help="Tokens that the draft model proposes at a time.", min=1, max=64)] = 3
     speculate: Annotated[
         Literal["tree", "prompt", "none"],
-        Option(help="Draft replies from what was said before (tree), from their own prompt, or not."),
+        Option(help="Draft replies from earlier text (tree), from their own prompt, or not."),
     ] = "none"
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code that comes with a model.")] = False
     log_level: str = "INFO"
@@ -54,7 +54,7 @@ class ServeOptions:
         bool,
         Option(
             "--move-volatile/--keep-volatile",
-            help="Move what agents' system prompts say of folder and day behind the tools, or leave it in place.",
+            help="Move the folder and the date in agents' system prompts behind the tools, or leave them in place.",
         ),
     ] = False
     decode_concurrency: Annotated[int, Option(help="Most requests that are decoded together.", min=1)] = 32
@@ -67,7 +67,7 @@ class ServeOptions:
     max_request_bytes: int | None = None
     served_model_names: tuple[str, ...] = ()
     strict_model_names: Annotated[
-        bool, Option("--strict-model-names", help="Refuse names that are no model, instead of serving --model.")
+        bool, Option("--strict-model-names", help="Refuse unknown model names instead of serving --model.")
     ] = False
     only_model: Annotated[
         bool | None,
@@ -80,7 +80,7 @@ class ServeOptions:
     policy: Annotated[str, Option(help="Eviction policy: a name, or my.module:Class.")] = "lru"
     live_slots: Annotated[int, Option(help="Conversations whose state stays in live buffers.", min=1)] = 1
     verify: Annotated[float, Option(help="Share of replies to compare with a run without cache.", min=0, max=1)] = 0.0
-    exact: Annotated[bool, Option("--exact", help="Reuse only state with equal bits; one request at a time.")] = False
+    exact: Annotated[bool, Option("--exact", help="Reuse only bit-identical state; one request at a time.")] = False
     disk: Annotated[Path | None, Option(help="Folder that keeps prefixes across restarts, unencrypted.")] = None
     disk_gib: Annotated[float, Option(help="Size limit of the folder, in GiB.", min=0.001)] = 32
     disk_secret_file: Annotated[

@@ -583,7 +583,7 @@ def responses_routes(service: Service, options: ServeOptions, memory: ResponseMe
     @router.get(RESPONSES + "/{response_id}")
     async def response(request: HttpRequest, response_id: str, stream: bool = False) -> Response:
         if stream:
-            raise ApiError(400, "wanted false: what is remembered of a response has no events.", param="stream")
+            raise ApiError(400, "wanted false: a stored response has no events.", param="stream")
         return to_json(await remembered(request, response_id, Remembered.whole))
 
     @router.delete(RESPONSES + "/{response_id}")

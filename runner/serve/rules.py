@@ -210,7 +210,7 @@ class _CallRules:
         return f"rule_{len(self.rules) - 1}"
 
     def _refuse(self, what: str) -> NoReturn:
-        message = f"calls cannot be forced: {what} cannot be enforced in the form in which this model writes calls."
+        message = f"a call cannot be required: {what} cannot be enforced in this model's format for calls."
         raise ApiError(400, message, param=self._at)
 
     def _literal(self, text: str) -> str:
@@ -355,7 +355,7 @@ def call_rules(request: Request, tokenizer: Any, own: llguidance.LLTokenizer) ->
     name = "mistral with [ARGS]" if parser == "mistral" and "[ARGS]" in tokenizer.get_vocab() else parser
     is_plain = request.has_plain_calls(tokenizer)
     if name not in CALL_FORMS and not is_plain:
-        message = f"calls cannot be forced: the form in which this model writes them ({parser}) cannot be enforced."
+        message = f"a call cannot be required: this model's format for calls ({parser}) cannot be enforced."
         raise ApiError(400, message, param="tool_choice")
     form = PLAIN if is_plain else CALL_FORMS[name]
     require_few_multiples((function.get("parameters") for _, function in functions_of(request)), "tools")

@@ -144,7 +144,7 @@ class Scheduler:
         if not self.is_healthy:
             raise ApiError(503, "the server is stopping, or its generation thread has failed.")
         if held >= self._options.decode_concurrency + self._options.max_waiting:
-            message = f"{held} requests run or wait, and that is all that may; ask again later."
+            message = f"{held} requests run or wait, which is the most that may; ask again later."
             raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
 
     def _run(self, started: Future[None]) -> None:

@@ -146,6 +146,16 @@ def test_a_row_that_has_begun_and_one_that_has_not_keep_their_recurrent_states(k
         group.check()
 
 
+def test_rows_that_have_begun_share_a_pass_while_a_new_row_goes_alone() -> None:
+    model, prompts = shared_model("qwen3_next"), [tokens(1, 9), tokens(2, 9), tokens(3, 6)]
+    counting = Watched(model)
+    with PrefixCache(model).begin_many(prompts, capacity=300, segment_bytes=0) as group:
+        list(group.prefill_many(model, group.rows[:2], 3))
+        found = dict(group.prefill_many(counting, group.rows))
+        assert sorted(counting.shapes) == [(1, 6), (2, 6)]
+        assert all(error(found[row][0, 0], cold(model, prompts[at])) < ROUNDING for at, row in enumerate(group.rows))
+
+
 ALIKE = [[*SYSTEM, *tokens(number, 5 + number)] for number in range(2, 6)]
 
 

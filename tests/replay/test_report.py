@@ -59,8 +59,8 @@ def test_with_fewer_bits_at_rest_answers_may_part_and_the_gap_says_how_near_the_
     report = Report([run("none", requests=3), radix], partings=partings, stored_bits=8)
     assert report.differences() == []
     assert report.sentence().endswith(
-        "With 8 bits at rest, 1 of 3 answers part from those without a cache, where the two highest logits are 0.25 "
-        "to 0.25 apart."
+        "With 8 bits at rest, 1 of 3 answers differ from those without a cache, at tokens whose two highest logits are "
+        "0.25 to 0.25 apart."
     )
     assert report.document()["partings"] == [{"cache": "radix", "index": 1, "gap": 0.25}]
     single = CacheRun("single", radix.rows, 0, 1.0)

@@ -299,7 +299,7 @@ def require_reuse(family: Family, folder: Path, monkeypatch: pytest.MonkeyPatch,
             assert second.cached_tokens >= best - 1, (said, turns)
             second.naming.result()
             assert second.fork_part.startswith("assistant message"), second.fork_part
-            assert "otherwise than the model wrote it" in second.fork_part
+            assert "differs from what the model wrote" in second.fork_part
     return whole / max(1, len(asked))
 
 

@@ -204,7 +204,7 @@ def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: st
 def test_an_exact_cache_refuses_drafts_by_name_before_anything_runs(more: dict[str, Any]) -> None:
     model = tiny_model("llama")
     cache = PrefixCache(model, exact=True)
-    with pytest.raises(ValueError, match=f"{next(iter(more))} with an exact cache: passes over several tokens have"):
+    with pytest.raises(ValueError, match=f"{next(iter(more))} with an exact cache: passes over several tokens round"):
         stream_generate(model, tiny_tokenizer(), PROMPT, cache=cache, **more)
     with pytest.raises(ValueError, match=r"speculate is 'trie'; wanted .tree., .prompt. or None"):
         stream_generate(model, tiny_tokenizer(), PROMPT, cache=PrefixCache(model), **{"speculate": "trie"})

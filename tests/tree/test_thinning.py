@@ -7,7 +7,7 @@ import pytest
 from radixcache.layers.sizes import SizedLayout, SizedModel
 from radixcache.prefix_cache import PrefixCache
 from radixcache.sized_cache import sized_cache
-from radixcache.tree.state_tree import WORTH, is_dear
+from radixcache.tree.state_tree import WORTH, is_costly
 from tests.inside import nodes
 
 INTERVAL = 32
@@ -42,14 +42,14 @@ def offsets(cache: PrefixCache) -> list[int]:
     return sorted(end for end, checkpoint in found if checkpoint is not None and checkpoint.kind == "interval")
 
 
-def test_a_checkpoint_is_dear_while_its_neighbours_are_close() -> None:
-    assert is_dear(WORTH * 64 - 1, 64)
-    assert not is_dear(WORTH * 64, 64)
-    assert not is_dear(0, 0)
+def test_a_checkpoint_is_costly_while_its_neighbours_are_close() -> None:
+    assert is_costly(WORTH * 64 - 1, 64)
+    assert not is_costly(WORTH * 64, 64)
+    assert not is_costly(0, 0)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_a_long_prompt_evicts_nobody_for_checkpoints_that_are_dear(kind: str) -> None:
+def test_a_long_prompt_evicts_nobody_for_checkpoints_that_are_costly(kind: str) -> None:
     layout = LAYOUTS[kind]
     # Room for both prompts, where each ends, and the point state of the live caches; not for one on the way besides.
     cache = cache_of(layout, 500 + 900 + 5 * 64)
