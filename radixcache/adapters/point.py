@@ -244,8 +244,8 @@ class ProbedAdapter(PointAdapter):
             fresh.state = copied(cache.state)
         except Exception as error:
             raise UnsupportedCacheError(f"{name}: its state cannot be put into a fresh object: {error}.") from error
-        if not _equal(vars(fresh), vars(cache)):
-            lost = [k for k, v in vars(cache).items() if not _equal(vars(fresh).get(k), v)]
+        if not is_equal(vars(fresh), vars(cache)):
+            lost = [k for k, v in vars(cache).items() if not is_equal(vars(fresh).get(k), v)]
             raise UnsupportedCacheError(
                 f"{name}: its state does not keep {', '.join(map(str, lost))} when it is read and set."
             )
@@ -297,15 +297,15 @@ def untouched(caches: Sequence[Any]) -> Iterator[None]:
             cache.__dict__.update(before)
 
 
-def _equal(left: Any, right: Any) -> bool:
+def is_equal(left: Any, right: Any) -> bool:
     if isinstance(left, mx.array) and isinstance(right, mx.array):
         if left.shape != right.shape or left.dtype != right.dtype:
             return False
         return bool(mx.array_equal(left, right, equal_nan=mx.issubdtype(left.dtype, mx.inexact)).item())
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_equal(left[k], right[k]) for k in left)
+        return left.keys() == right.keys() and all(is_equal(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(_equal, left, right))
+        return len(left) == len(right) and all(map(is_equal, left, right))
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         return left.dtype == right.dtype and np.array_equal(left, right)
     return type(left) is type(right) and bool(left == right)

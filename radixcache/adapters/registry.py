@@ -11,11 +11,11 @@ from typing import Any
 
 from mlx_lm.models import cache as mlx_caches
 from mlx_lm.models.cache import CacheList
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache.adapters.contract import Adapter
 from radixcache.adapters.point import ArraysAdapter, LayerAdapter, ProbedAdapter
 from radixcache.adapters.span import ConcatenateKVAdapter, QuantizedKVAdapter, SpanAdapter
+from radixcache.adapters.trial import difference_of
 from radixcache.adapters.window import ChunkedKVAdapter, RotatingKVAdapter
 from radixcache.errors import UnsupportedCacheError
 
@@ -24,10 +24,13 @@ ADAPTERS: dict[type, Adapter] = {
     mlx_caches.ChunkedKVCache: ChunkedKVAdapter(),
     mlx_caches.ConcatenateKVCache: ConcatenateKVAdapter(),
     mlx_caches.KVCache: SpanAdapter(),
-    LayerCache: LayerAdapter(),
     mlx_caches.QuantizedKVCache: QuantizedKVAdapter(),
     mlx_caches.RotatingKVCache: RotatingKVAdapter(),
 }
+#: The same for classes in files of models, which not every mlx-lm has.
+OF_MODELS: dict[str, Adapter] = {"mlx_lm.models.deepseek_v41.LayerCache": LayerAdapter()}
+#: These are tried before their first use.
+OWN = frozenset([*ADAPTERS.values(), *OF_MODELS.values()])
 PROBED = ProbedAdapter()
 
 
@@ -37,10 +40,17 @@ def register_adapter(cache_class: type, adapter: Adapter) -> None:
 
 
 def adapter_for(cache: Any, layer: int = 0) -> Adapter:
-    """The adapter of a cache's exact class, or the probed one. UnsupportedCacheError: the class has neither."""
-    adapter = ADAPTERS.get(type(cache)) or (PROBED if PROBED.accepts(cache) else None)
-    if adapter is not None:
-        return adapter
+    """The adapter of a cache's exact class, or the probed one.
+
+    UnsupportedCacheError: the class has neither, or does not do what its adapter expects of it.
+    """
+    kind = type(cache)
+    adapter = ADAPTERS.get(kind) or OF_MODELS.get(f"{kind.__module__}.{kind.__qualname__}")
+    difference = difference_of(kind, adapter) if adapter in OWN else None  # type: ignore[arg-type]  # both are hashable
+    if difference is not None:
+        raise UnsupportedCacheError(f"layer {layer}: {difference}. Use another mlx-lm, or register_adapter().")
+    if adapter is not None or PROBED.accepts(cache):
+        return adapter or PROBED
     known = ", ".join(sorted([*(c.__name__ for c in ADAPTERS), "CacheList"]))
     what = f"no adapter for layer {layer} ({type(cache).__name__}). Known: {known}."
     raise UnsupportedCacheError(f"{what} Register one with register_adapter().")

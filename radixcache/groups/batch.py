@@ -744,16 +744,15 @@ def _held(leaf: Any, tokens: int, is_prompt: bool) -> Callable[[], bool]:
     if isinstance(leaf, TailLayer):
         return lambda: True
     if isinstance(leaf, BatchRotatingKVCache):
-        keys, values, *changing = leaf.state
-        if tokens == 1 and keys is not None:  # one token is written in place, several into new arrays
+        before = dict(vars(leaf), offset=leaf.offset + 0, left_padding=leaf.left_padding + 0)  # both change in place
+        if tokens == 1 and leaf.keys is not None:  # one token is written in place, several into new arrays
             if is_prompt:
-                keys, values = mx.array(keys), mx.array(values)
+                before.update(keys=mx.array(leaf.keys), values=mx.array(leaf.values))
             elif leaf.rotated or leaf._offset >= leaf.max_size:  # it overwrites a token of the window
                 return lambda: False
-        before = keys, values, *(each + 0 for each in changing)
 
         def put_back() -> bool:
-            leaf.state = before
+            vars(leaf).update(before)
             return True
 
         return put_back

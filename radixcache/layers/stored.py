@@ -33,6 +33,7 @@ from mlx.utils import tree_flatten
 
 from radixcache.adapters.contract import Checkpoint, Spans, WindowSnapshot
 from radixcache.adapters.point import PointSnapshot
+from radixcache.adapters.registry import OWN, adapter_for
 from radixcache.adapters.span import Forms, Segment, SpanSnapshot, StoredForm
 from radixcache.settings import STORED_BITS
 from radixcache.stores.block import DTYPES, Buffer, Identity
@@ -110,11 +111,13 @@ def state_identities(
         if not isinstance(given, (bytes, str)) or not given:
             raise ValueError(f"identity is {given!r:.80}; wanted bytes or a str that is not empty, or an Identity.")
         given = Identity(given, "") if isinstance(given, bytes) else Identity(given.encode(), given)
-    # The adapters fit one minor version of mlx-lm: the next may give fields another meaning.
-    versions: list[Any] = [STATE_VERSION, version("mlx-lm").split(".")[:2]]
+    # What an adapter of radixcache stores is the same with every mlx-lm; what a class itself hands out may not be.
+    caches, classes = [], [*leaves]
+    versions: list[Any] = [STATE_VERSION]
+    if exact or any(adapter_for(cache) not in OWN for cache in classes):
+        versions += version("mlx-lm").split(".")[: 3 if exact else 2]
     versions += [version("mlx"), str(mx.default_device()), mx.device_info()["device_name"]] if exact else []
-    caches = []
-    for cache in leaves:
+    for cache in classes:
         plain = {k: v for k, v in getattr(cache, "__dict__", {}).items() if isinstance(v, (bool, int, float, str))}
         caches.append([type(cache).__qualname__, dict(sorted(plain.items()))])
     found = []
@@ -122,7 +125,7 @@ def state_identities(
         digest = blake2b(digest_size=DIGEST_BYTES, person=b"rc state")
         form = [] if bits is None else [f"stored in {bits} bits"]
         _update(digest, json.dumps([versions + form, caches]).encode(), given.digest)
-        found.append(Identity(digest.digest(), given.model))
+        found.append(Identity(digest.digest(), given.model, f"mlx-lm {version('mlx-lm')}"))
     return found
 
 

@@ -51,11 +51,12 @@ class Identity(NamedTuple):
 
     Attributes:
         digest: of all that the state depends on except the tokens; at most `MAX_DIGEST_BYTES`.
-        model: a name for people to read; no key depends on it.
+        model, maker: names for people to read, of the model and of what made the state; no key depends on them.
     """
 
     digest: bytes
     model: str = ""
+    maker: str = ""
 
 
 def root_key(identity: Identity, namespace: str) -> bytes:
@@ -126,8 +127,8 @@ class Head:
 
     def __post_init__(self) -> None:
         require_namespace(self.namespace)
-        if len(self.identity.digest) > MAX_DIGEST_BYTES or not isinstance(self.identity.model, str):
-            raise ValueError(f"identity is {self.identity}; wanted at most {MAX_DIGEST_BYTES} bytes, and a str.")
+        if len(self.identity.digest) > MAX_DIGEST_BYTES or not all(isinstance(name, str) for name in self.identity[1:]):
+            raise ValueError(f"identity is {self.identity}; wanted at most {MAX_DIGEST_BYTES} bytes, and two str.")
         sound = self.kind in KINDS and len(self.parent) == KEY_BYTES and 1 <= len(self.tokens) <= BLOCK_TOKENS
         sound = sound and 0 <= self.cut < BLOCK_TOKENS
         if not (sound and 0 <= self.start < 1 << 63 and 0 <= self.grid < 1 << 63):

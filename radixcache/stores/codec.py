@@ -99,7 +99,7 @@ def decode_head(data: memoryview, file_bytes: int) -> tuple[Head, int]:
             raise Damaged("some of its tokens are missing")
         head = Head(
             kind=about["kind"],
-            identity=Identity(bytes.fromhex(about["identity"]), about["model"]),
+            identity=Identity(bytes.fromhex(about["identity"]), about["model"], about.get("maker", "")),
             namespace=about["namespace"],
             parent=bytes.fromhex(about["parent"]),
             start=int(about["start"]),
@@ -167,8 +167,8 @@ def _opening(head: Head, shapes: Shapes) -> bytes:
         "grid": str(head.grid),
         "data_bytes": str(end),
     }
-    if head.cut:
-        about["cut"] = str(head.cut)
+    about |= {"cut": str(head.cut)} if head.cut else {}
+    about |= {"maker": head.identity.maker} if head.identity.maker else {}
     text = json.dumps({"__metadata__": about, **tensors}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_JSON_BYTES:

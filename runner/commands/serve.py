@@ -143,7 +143,9 @@ def _run(options: ServeOptions) -> None:
     import anyio
 
     from runner.serve.http_server import HttpServer, listen, url_of
+    from runner.serve.mlx_lm_border import missing
 
+    require(not missing, f"this mlx-lm lacks {', '.join(missing)}; install mlx-lm 0.32.2 or later.")
     try:
         listening = listen(options.host, options.port)
     except OSError as error:

@@ -24,18 +24,19 @@ DAY_S = 24 * 60 * 60
 @store.command("ls")
 def list_all(path: Folder) -> None:
     """List the files by model and namespace. A model has several lines if its weights or settings differ."""
-    groups: dict[tuple[str, str, str], list[StoredFile]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[StoredFile]] = defaultdict(list)
     for file in _scan(path):
         identity = file.head.identity
-        groups[identity.model, identity.digest.hex()[:8], file.head.namespace].append(file)
-    rows: list[tuple[str, ...]] = [("model", "identity", "namespace", "tokens", "files", "MiB", "last used (UTC)")]
-    for names, files in sorted(groups.items()):
+        groups[identity.model, identity.maker, identity.digest.hex()[:8], file.head.namespace].append(file)
+    names = ("model", "made with", "identity", "namespace")
+    rows: list[tuple[str, ...]] = [(*names, "tokens", "files", "MiB", "last used (UTC)")]
+    for group, files in sorted(groups.items()):
         tokens = sum(len(file.head.tokens) for file in files if file.head.kind == "block")
         nbytes, used_s = sum(file.nbytes for file in files), max(file.used_s for file in files)
         used = time.strftime("%Y-%m-%d %H:%M", time.gmtime(used_s))
-        rows.append((*names, f"{tokens:,}", f"{len(files):,}", f"{nbytes / MIB:,.1f}", used))
+        rows.append((*group, f"{tokens:,}", f"{len(files):,}", f"{nbytes / MIB:,.1f}", used))
     outputs = Outputs({})
-    outputs.show(figures_table(zip(*rows, strict=True), names=rows[0][:3]))
+    outputs.show(figures_table(zip(*rows, strict=True), names=names))
     outputs.finish()
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import snapshot_download, try_to_load_from_cache
-from mlx_lm.processors import load_processor
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -206,7 +205,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _describe(model: nn.Module, tokenizer: Any, config: Mapping[str, Any], name: str) -> LoadedModel:
     vocabulary_length = _first(config, ["vocab_size"]) or len(tokenizer)
-    processor = load_processor(model, config)
+    try:
+        from mlx_lm.processors import load_processor
+    except ImportError:  # mlx-lm before 0.32, which takes no images
+        processor = None
+    else:
+        processor = load_processor(model, config)
     use_cpu_layers(model)
     return LoadedModel(model, tokenizer, name, _context_length(config), vocabulary_length, processor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from radixcache.layers.stored import state_identities, weights_identity
 from radixcache.settings import STORED_BITS
 from radixcache.stores.block import Identity
 from runner.models.tiny import tiny_model
+from tests.adapters.cases import DigestCache
 
 
 def layout(model: Any, kv_bits: int | None = None, group_size: int = 32) -> list[Any]:
@@ -121,11 +123,27 @@ def test_caches_quantization_versions_and_exactness_count(monkeypatch: pytest.Mo
 
     before = found()
     assert before == found()
-    for name, version in (("STATE_VERSION", 2), ("version", lambda name: "0.33.0")):
-        monkeypatch.setattr(stored, name, version)
-        assert not set(before) & set(found())
-        monkeypatch.undo()
+    monkeypatch.setattr(stored, "STATE_VERSION", 2)
+    assert not set(before) & set(found())
+    monkeypatch.undo()
     assert len(set(before)) == len(before)
+
+
+def test_another_mlx_lm_reads_state_unless_a_class_hands_it_out_itself_or_bits_count(
+    monkeypatch: Any, llama: Any
+) -> None:
+    def found() -> list[Identity]:
+        caches = (layout(llama), layout(tiny_model("mamba2")), [DigestCache()])
+        return [
+            *(state_identities(each, None, "a")[0] for each in caches),
+            *state_identities(caches[0], None, "a", exact=True),
+        ]
+
+    before, here = found(), metadata.version("mlx-lm")
+    monkeypatch.setattr(stored, "version", lambda name: "0.99.0")
+    is_same = [one.digest == other.digest for one, other in zip(before, found(), strict=True)]
+    assert is_same == [True, True, False, False]
+    assert [each.maker for each in (before[0], found()[0])] == [f"mlx-lm {here}", "mlx-lm 0.99.0"]
 
 
 def test_what_is_given_stands_for_the_model(llama: Any) -> None:

@@ -184,6 +184,19 @@ def test_a_step_is_refused_until_drafted_tokens_are_reported_or_taken_back() -> 
     cache.check()
 
 
+@pytest.mark.parametrize(("kind", "stored"), [("llama", 52), ("llama_sliding", 52), ("mamba2", 51)])
+def test_drafts_that_nobody_reported_are_taken_back_when_the_session_closes(kind: str, stored: int) -> None:
+    model = tiny_model(kind)
+    cache = PrefixCache(model)
+    with cache.begin(PROMPT) as session:
+        session.prefill(model)
+        session.step(model, [PROMPT[-1]])
+        session.step(model, [1])
+        session.step(model, [2, 3, 4], drafted=2)
+    assert inside.stored_tokens(cache, [*PROMPT, 1, 2, 3]) == stored
+    cache.check()
+
+
 @pytest.mark.parametrize("kind", ["llama_sliding", "mamba2", "nemotron_h", "gemma3_text", "deepseek_v41", "rwkv7"])
 @pytest.mark.parametrize("seed", [0, 1], ids=["a twin", "another"])
 def test_a_draft_model_may_have_layers_of_any_kind_and_changes_no_token(kind: str, seed: int) -> None:
