@@ -1,7 +1,9 @@
 # Everything runs in .venv. Each target installs the extra of pyproject.toml that it needs there, and installs it again
 # when pyproject.toml changes. Flags for a command go in ARGS: make replay ARGS="--users 3 --json out.json"
 
-VENV := .venv
+# Another mlx-lm, in an environment of its own: a version, or `pre` for the newest pre-release.
+MLX_LM ?=
+VENV := .venv$(MLX_LM:%=-%)
 BIN := $(VENV)/bin
 HAS := $(VENV)/.has
 ARGS ?=
@@ -34,7 +36,7 @@ replay: $(HAS)-runtime openblas ## serve the built-in conversations through four
 serve: $(HAS)-runtime openblas ## serve the demo model to clients of OpenAI's and Anthropic's APIs
 	@$(BIN)/radixcache serve --model demo $(ARGS)
 
-test: $(HAS)-test openblas redis ## run the tests, without the slow ones
+test: $(HAS)-test openblas redis ## run the tests, without the slow ones (MLX_LM=0.31.3: with that mlx-lm)
 	@$(PYTEST) $(ARGS)
 
 test-slow: $(HAS)-test openblas browser redis ## run the slow tests, without the nightly ones
@@ -83,7 +85,7 @@ architectures: $(HAS)-bench openblas ## measure every architecture of mlx-lm and
 	@OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.architectures $(ARGS)
 
 clean: ## remove .venv, builds and caches; a fetched demo model stays where it is
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(HAS)-%: pyproject.toml
@@ -97,7 +99,7 @@ $(HAS)-%: pyproject.toml
 			"(Debian and Ubuntu: apt-get install python3-venv), or name one with PYTHON=/path/to/python." >&2; \
 		exit 1; \
 	fi; \
-	"$$found" .ci/install.py $*
+	"$$found" .ci/install.py $* $(MLX_LM)
 	@touch $@
 
 # $(call install,PACKAGES,WHY,WITHOUT): with apt-get, where there is one and it may be run.

@@ -1,7 +1,8 @@
 """Install radixcache with one of its extras into .venv: `python .ci/install.py test`. The targets of `make` call it.
 
 uv installs: the one on PATH, or one that pip fetches into .venv. If that fails, pip installs. uv does not read pip.conf
-and PIP_INDEX_URL, so pip may know an index that uv does not. The extra `runtime` stands for none.
+and PIP_INDEX_URL, so pip may know an index that uv does not. The extra `runtime` stands for none. With a second
+argument, a version of mlx-lm or `pre`, the environment is .venv-VERSION.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VENV = ROOT / ".venv"
+MLX_LM = sys.argv[2] if len(sys.argv) > 2 else ""
+VENV = ROOT / f".venv-{MLX_LM}".removesuffix("-")
 PYTHON, OWN_UV = VENV / "bin" / "python", VENV / "bin" / "uv"
 PIP = [str(PYTHON), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
 NEW_ENOUGH = "import sys; sys.exit(sys.version_info < (3, 11))"
 
 
-def main(extra: str) -> str:
+def main(extra: str, _: str = "") -> str:
     """Install; returns what failed, for people, or ''."""
     uv = shutil.which("uv")
     if not _succeeds(PYTHON, "-c", NEW_ENOUGH) and (failure := _make_venv(uv)):
         return failure
     if uv is None:
-        if not OWN_UV.exists() and (failure := _pip("Installing uv into .venv", "uv>=0.8,<1")):
+        if not OWN_UV.exists() and (failure := _pip("Installing uv into the environment", "uv>=0.8,<1")):
             _say(f"uv cannot be installed: {_last_line(failure)}")
         uv = str(OWN_UV) if OWN_UV.exists() else None
     package = ["-e", "." if extra == "runtime" else f".[{extra}]"]
-    title = f"Installing radixcache into .venv, with what `{extra}` needs"
+    if MLX_LM:
+        package.append("mlx-lm>=0.31.3.dev0" if MLX_LM == "pre" else f"mlx-lm=={MLX_LM}")
+    title = f"Installing radixcache into {VENV.name}, with what `{extra}` needs"
     if uv is not None:
         failure = _run(title, uv, "pip", "install", "--quiet", f"--python={PYTHON}", *package)
         if not failure:
@@ -39,7 +43,7 @@ def main(extra: str) -> str:
 
 
 def _make_venv(uv: str | None) -> str:
-    title = f"Creating the virtual environment .venv with Python {sys.version.partition(' ')[0]}"
+    title = f"Creating the virtual environment {VENV.name} with Python {sys.version.partition(' ')[0]}"
     if uv and not _run(title, uv, "venv", "--quiet", "--clear", f"--python={sys.executable}", VENV):
         return ""
     return _run(title, sys.executable, "-m", "venv", "--clear", VENV)

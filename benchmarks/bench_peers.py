@@ -24,6 +24,9 @@ server has requests at any time, and all requests of "at once" and "restart" are
     equal             answers that equal those of a cold run: the last request of two users, sent to the same server
                       without its prefix cache, at temperature 0
 
+With `--guests`, each of three servers takes turns with itself, with a PrefixCache in place of its own cache
+(examples/guests).
+
 A server that fails to install, start or answer is left out; the output names the server and the reason.
 """
 
@@ -49,7 +52,7 @@ import numpy as np
 from benchmarks.bench_serve import WORDS
 from benchmarks.harness.chat_stream import Answer, ask_stream
 from benchmarks.harness.model_folder import write_model, write_word_model
-from benchmarks.harness.peer_servers import PEERS, Peer, PeerError, PeerProcess, install, versions
+from benchmarks.harness.peer_servers import GUESTS, PEERS, Peer, PeerError, PeerProcess, install, versions
 from benchmarks.harness.random_models import random_kind
 from benchmarks.harness.record import arguments, publish, rotated, say
 from runner.models.demo import cache_home, demo_model_folder
@@ -368,8 +371,30 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(said)
 
 
+def guests_conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """Say of each guest in how many scenarios the PrefixCache evaluates fewer tokens, and where it is slower."""
+    said = []
+    for name, guest in GUESTS.items():
+        own = {row["scenario"]: row for row in rows if row["server"] == name}
+        pairs = [(own[row["scenario"]], row) for row in rows if row["server"] == guest.name and row["scenario"] in own]
+        tokens = [(a["evaluated tokens"], b["evaluated tokens"]) for a, b in pairs if a["evaluated tokens"] is not None]
+        waits = {b["scenario"]: b["TTFT ms p50"] / a["TTFT ms p50"] for a, b in pairs if a["failed"] + b["failed"] == 0}
+        slower = [f"{scenario} {ratio:.2f}" for scenario, ratio in waits.items() if ratio > 1 / 0.95]
+        said.append(
+            f"{name}: with a PrefixCache at most as many tokens are evaluated in {sum(b <= a for a, b in tokens)} of "
+            f"{len(tokens)} scenarios, at most half in {sum(2 * b <= a for a, b in tokens)}; TTFT p50 is "
+            f"{min(waits.values(), default=1):.2f} to {max(waits.values(), default=1):.2f} of its own"
+            + f", longer in {', '.join(slower)}" * bool(slower)
+            + "."
+        )
+    return "\n".join(said)
+
+
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(__doc__, given, add=_add_options)
+    known = {**PEERS, **{guest.name: guest for guest in GUESTS.values()}}
+    if options.guests and not options.servers:
+        options.servers = [each for name, guest in GUESTS.items() for each in (name, guest.name)]
     names = options.servers or ([OURS, THEIRS] if options.quick else list(PEERS))
     model = options.model or ("tiny" if options.quick else "random")
     wanted = [s for s in scenarios(SCALES.get(model, 1.0)) if s.name in (options.scenarios or NAMES)]
@@ -379,7 +404,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for name in names:
         say(f"environment of {name}")
         try:
-            servers[name] = (PEERS[name], install(PEERS[name], options.venvs))
+            servers[name] = (known[name], install(known[name], options.venvs))
         except PeerError as error:
             left_out.append({"server": name, "scenarios": "all", "reason": str(error)})
     with tempfile.TemporaryDirectory(prefix="radixcache-peers-", ignore_cleanup_errors=True) as folder:
@@ -389,12 +414,14 @@ def main(given: Sequence[str] | None = None) -> None:
     if not rows:
         sys.exit(f"No server could be measured: {left_out}")
     publish(
-        "peers",
-        "Prefix caches of MLX servers",
+        "guests" if options.guests else "peers",
+        "Servers with their own prefix cache and with a PrefixCache"
+        if options.guests
+        else "Prefix caches of MLX servers",
         rows,
         folder=options.results,
         repeats=1,
-        conclusion=conclusion(rows),
+        conclusion=(guests_conclusion if options.guests else conclusion)(rows),
         model=f"random llama, {LAYERS} layers x 384" if model == "random" else Path(model).name,
         servers={name: versions(python, peer) for name, (peer, python) in servers.items()},
         left_out=left_out,
@@ -405,11 +432,13 @@ def main(given: Sequence[str] | None = None) -> None:
     for name in servers:
         print(f"{name}: {'; '.join(bench.notes[name]) or 'no crash, no failed request, no wrong answer'}")
     if options.json:
-        shutil.copyfile(options.results / "peers.json", options.json)
+        shutil.copyfile(options.results / f"{'guests' if options.guests else 'peers'}.json", options.json)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--servers", type=_some_of(list(PEERS)), metavar="NAME,...", help=", ".join(PEERS))
+    every = [*PEERS, *(guest.name for guest in GUESTS.values())]
+    parser.add_argument("--servers", type=_some_of(every), metavar="NAME,...", help=", ".join(every))
+    parser.add_argument("--guests", action="store_true", help="servers with their own cache and with a PrefixCache")
     parser.add_argument("--scenarios", type=_some_of(NAMES), metavar="NAME,...", help=", ".join(NAMES))
     parser.add_argument("--model", help="random (default), demo, tiny, or a folder in mlx-lm's format")
     parser.add_argument(

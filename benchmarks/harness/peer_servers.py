@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -140,6 +140,23 @@ PEERS = {
 }
 
 
+def _guest(name: str, file: str) -> Peer:
+    """A server with a PrefixCache in place of its own, in an environment of its own."""
+    peer, script = PEERS[name], ROOT / "examples" / "guests" / file
+    words = peer.command.removeprefix("-m mlx_vlm.server ")
+    named = f"{name} + radixcache"
+    return replace(
+        peer, name=named, packages=(*peer.packages, "--editable", str(ROOT)), command=f"{script} {words}", program=""
+    )
+
+
+#: By the name of the server: the same one with a PrefixCache.
+GUESTS = {
+    name: _guest(name, file)
+    for name, file in {"vllm-mlx": "vllm_mlx.py", "rapid-mlx": "rapid_mlx.py", "mlx-vlm": "mlx_vlm.py"}.items()
+}
+
+
 # Environments --------------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +179,7 @@ def install(peer: Peer, venvs: Path) -> Path:
         except subprocess.TimeoutExpired:
             raise PeerError(f"pip did not install {peer.name} within {INSTALL_S:.0f} s") from None
         if ended.returncode:
-            raise PeerError(f"pip cannot install {' and '.join(peer.packages)} on this machine")
+            raise PeerError(f"pip cannot install {peer.name} on this machine")
     done.touch()
     return python
 

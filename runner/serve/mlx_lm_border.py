@@ -20,13 +20,15 @@ missing: list[str] = []
 
 
 def _named(module: str, name: str) -> Any:
-    """An object of mlx-lm, by name; it is in `missing` if this mlx-lm has none."""
-    found = None
-    with suppress(ImportError):
-        found = getattr(import_module(f"mlx_lm.{module}"), name, None)
-    if found is None:
-        missing.append(f"mlx_lm.{module}.{name}")
-    return found
+    """An object of mlx-lm, by name. If this mlx-lm has none, the name is in `missing`, and a call is an error."""
+    with suppress(ImportError, AttributeError):
+        return getattr(import_module(f"mlx_lm.{module}"), name)
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError(f"this mlx-lm lacks mlx_lm.{module}.{name}; install mlx-lm 0.32.2 or later.")
+
+    missing.append(f"mlx_lm.{module}.{name}")
+    return refuse
 
 
 TextStateMachine = _named("generate", "TextStateMachine")

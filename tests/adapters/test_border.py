@@ -23,7 +23,6 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     _BaseCache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from radixcache.adapters.registry import ADAPTERS
 from tests.adapters.cases import (
@@ -32,6 +31,7 @@ from tests.adapters.cases import (
     attention_rows,
     token_ids,
 )
+from tests.layer_cache import LayerCache
 
 #: Made by batched generation out of caches for one sequence; they are refused.
 BATCH_CLASSES = {"BatchKVCache", "BatchRotatingKVCache"}

@@ -27,7 +27,6 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from benchmarks.architectures.__main__ import main
 from benchmarks.architectures.catalogue import (
@@ -68,6 +67,7 @@ from benchmarks.architectures.temporal import largest_difference, largest_error,
 from radixcache import PrefixCache
 from runner.models.tiny import TINY_KINDS, build
 from tests.groups.cold import shared_model
+from tests.layer_cache import LayerCache
 
 #: Types with caches that are never written, and with layers without any cache.
 REPRESENTATIVE = {"gear", "nemotron-nas"}

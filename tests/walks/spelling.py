@@ -22,7 +22,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     _BaseCache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
+
+from tests.layer_cache import LayerCache
 
 WINDOW, KEEP, CHUNK = 12, 2, 10
 PRIME = 2_147_483_629
