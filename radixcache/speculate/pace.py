@@ -125,9 +125,9 @@ class DraftPace:
         at = min(bisect_left(WIDTHS, tokens_in_pass), len(WIDTHS) - 1)
         width = WIDTHS[at]
         if tokens_in_pass < width and at and WIDTHS[at - 1] in times:
-            # Between two widths: extend the line through the narrower width and this measurement to the wider width.
+            # Between two widths: add what the tokens up to the wider width are expected to take.
             near, base = WIDTHS[at - 1], times[WIDTHS[at - 1]][0]
-            seconds = max(base + (seconds - base) * (width - near) / (tokens_in_pass - near), seconds)
+            seconds += (width - tokens_in_pass) / (width - near) * max(0.0, self.seconds(width, rows) - base)
         if width in times:
             average, which = times[width][0], (_rows_class(rows), width)
             most = (MOST_TIMES if which in self._slow else LEAST_TIMES) * average
@@ -225,7 +225,7 @@ class DraftPace:
         below, time = 1, times[1][0] if 1 in times else 1.0
         if tokens_in_pass == 1:
             return time
-        step = time * HOPED_SHARE
+        step = hoped_step = time * HOPED_SHARE
         for width in WIDTHS[1:]:
             if width in times:
                 measured, at = times[width]
@@ -236,6 +236,8 @@ class DraftPace:
                 if width >= tokens_in_pass:
                     break
                 below, time = width, slower
+        else:  # wider than all that were measured
+            step = hoped_step
         return time + step * (tokens_in_pass - below)
 
     def check(self) -> None:
