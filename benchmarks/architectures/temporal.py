@@ -17,8 +17,18 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
 from numpy.typing import NDArray
+
+try:
+    from mlx_lm.models.deepseek_v41 import LayerCache
+except ImportError:  # an mlx-lm before 0.32
+
+    class LayerCache:  # type: ignore[no-redef]
+        """What no cache is."""
+
+        def __init__(self, window_size: int) -> None:
+            self.window_size = window_size
+
 
 Arrays = dict[str, NDArray[Any]]
 #: Where a single cache stands: the index in the list, and the index in a CacheList there.

@@ -81,7 +81,7 @@ def load_model(
             return_config=True,
             adapter_path=adapter_path,
             tokenizer_config=dict(tokenizer_config or {}),
-            trust_remote_code=trust_remote_code,
+            **({"trust_remote_code": True} if trust_remote_code else {}),
         )
     except Exception as error:  # files and networks fail in more ways than mlx-lm, the hub and the tokenizers name
         raise _cannot_be_loaded(folder, error) from error

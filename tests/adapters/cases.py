@@ -28,9 +28,9 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     _BaseCache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
 from numpy.typing import NDArray
 
+from benchmarks.architectures.temporal import LayerCache
 from radixcache import register_adapter
 from radixcache.adapters.span import SpanAdapter
 from radixcache.adapters.window import ChunkedKVAdapter

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import (
     _BaseCache,
 )
 
+from benchmarks.architectures.temporal import LayerCache
 from radixcache.adapters.registry import ADAPTERS
 from tests.adapters.cases import (
     CHUNKED,
@@ -31,7 +32,6 @@ from tests.adapters.cases import (
     attention_rows,
     token_ids,
 )
-from tests.layer_cache import LayerCache
 
 #: Made by batched generation out of caches for one sequence; they are refused.
 BATCH_CLASSES = {"BatchKVCache", "BatchRotatingKVCache"}

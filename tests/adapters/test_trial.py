@@ -9,8 +9,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from radixcache import PrefixCache, UnsupportedCacheError
-from radixcache.adapters.registry import ADAPTERS, adapter_for
-from radixcache.adapters.trial import difference_of
+from radixcache.adapters.registry import ADAPTERS, adapter_for, difference_of
 from runner.models.tiny import tiny_model
 from tests.prompts import tokens
 

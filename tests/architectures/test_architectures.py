@@ -63,11 +63,17 @@ from benchmarks.architectures.right_state import (
     fetched_error,
     timeline,
 )
-from benchmarks.architectures.temporal import largest_difference, largest_error, leaf_at, places, temporal_state
+from benchmarks.architectures.temporal import (
+    LayerCache,
+    largest_difference,
+    largest_error,
+    leaf_at,
+    places,
+    temporal_state,
+)
 from radixcache import PrefixCache
 from runner.models.tiny import TINY_KINDS, build
 from tests.groups.cold import shared_model
-from tests.layer_cache import LayerCache
 
 #: Types with caches that are never written, and with layers without any cache.
 REPRESENTATIVE = {"gear", "nemotron-nas"}

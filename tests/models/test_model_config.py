@@ -195,13 +195,14 @@ def test_dtype_comes_from_the_configuration(tmp_path) -> None:
         ({"model_type": "gemma3", "text_config": {"hidden_size": 8}}, "'gemma3' or its text part has no model_type;"),
         ({**LLAMA_8B, "model_type": "nemotron-nas", "block_configs": [3]}, "do not fit together (ValueError"),
         ({**GPT2, "n_layer": 0}, "model_type 'gpt2': no layer keeps any state."),
-        ({**kind_of("deepseek_v41").config}, "layer 0 is a LayerCache, whose size is not known."),
+        ({"model_type": "deepseek_v41"}, "layer 0 is a LayerCache, whose size is not known."),
         ({**LLAMA_8B, "num_hidden_layers": 10**12}, "there are 1000000000000 layers; wanted at most 10,000."),
         ({**LLAMA_8B, "num_key_value_heads": 0}, "its fields do not fit together (ValueError"),
         ({**LLAMA_8B, "torch_dtype": "auto"}, "dtype is 'auto'; wanted one of"),
     ],
 )
 def test_what_cannot_be_worked_out_says_how_to_give_it(tmp_path, config: dict[str, Any], message: str) -> None:
+    config = dict(kind_of("deepseek_v41").config) if config == {"model_type": "deepseek_v41"} else config
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     with pytest.raises(ModelConfigError) as raised:

@@ -374,7 +374,9 @@ def test_a_row_far_behind_the_beginning_of_a_file_of_another_form_is_refused_by_
     late: Any, read: Reader
 ) -> None:
     chats = [{"messages": [{"role": "user", "content": "C"}]}] * 120
-    with pytest.raises(InputError, match=r"a\.jsonl:121: is of .*, in a file of another form; wanted a file of"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:121: is of .*, in a file of another form; wanted one form per file"
+    ):
         read(*chats, late)
     assert len(read(*chats, late, skip_bad=True).conversations) == 120
 

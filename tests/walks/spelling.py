@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     _BaseCache,
 )
 
-from tests.layer_cache import LayerCache
+from benchmarks.architectures.temporal import LayerCache
 
 WINDOW, KEEP, CHUNK = 12, 2, 10
 PRIME = 2_147_483_629
