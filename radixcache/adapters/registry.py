@@ -32,11 +32,26 @@ OF_MODELS: dict[str, Adapter] = {"mlx_lm.models.deepseek_v41.LayerCache": LayerA
 #: These are tried before their first use.
 OWN = frozenset([*ADAPTERS.values(), *OF_MODELS.values()])
 PROBED = ProbedAdapter()
+#: Classes that hold other caches, in `caches`.
+LISTS: set[type] = {CacheList}
 
 
-def register_adapter(cache_class: type, adapter: Adapter) -> None:
-    """Use `adapter` for caches of exactly this class, not of its subclasses."""
-    ADAPTERS[cache_class] = adapter
+def register_adapter(cache_class: type, adapter: Adapter | type) -> None:
+    """Use `adapter` for caches of exactly this class, not of its subclasses.
+
+    Args:
+        adapter: an adapter. For a class that another package has copied from mlx-lm: the class of mlx-lm. Such a copy
+            is tried before its first use, as mlx-lm's classes are, and refused if it does something else.
+
+    Raises:
+        KeyError: `adapter` is a class without an adapter.
+    """
+    if not isinstance(adapter, type):
+        ADAPTERS[cache_class] = adapter
+    elif adapter in LISTS:
+        LISTS.add(cache_class)
+    else:
+        ADAPTERS[cache_class] = ADAPTERS[adapter]
 
 
 def adapter_for(cache: Any, layer: int = 0) -> Adapter:
@@ -60,9 +75,9 @@ def leaves(caches: Iterable[Any]) -> list[Any]:
     """The cache objects that hold state, in order, without the layers that have no cache (None)."""
     flat = [cache for cache in caches if cache is not None]
     # Called several times per decoded token, nearly always without a CacheList.
-    if not any(issubclass(each, CacheList) for each in set(map(type, flat))):
+    if not any(map(_is_list, set(map(type, flat)))):
         return flat
-    return [leaf for cache in flat for leaf in (leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
+    return [leaf for cache in flat for leaf in (leaves(cache.caches) if _is_list(type(cache)) else [cache])]
 
 
 def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[Any]:
@@ -74,4 +89,8 @@ def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[A
 
 
 def _with_leaves(cache: Any, replaced: Callable[[Any], Any]) -> Any:
-    return CacheList(*with_leaves(cache.caches, replaced)) if isinstance(cache, CacheList) else replaced(cache)
+    return type(cache)(*with_leaves(cache.caches, replaced)) if _is_list(type(cache)) else replaced(cache)
+
+
+def _is_list(kind: type) -> bool:
+    return not LISTS.isdisjoint(kind.__mro__)

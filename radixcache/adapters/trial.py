@@ -52,7 +52,9 @@ def difference_of(cache_class: type, adapter: Adapter) -> str | None:
             check(adapter, *(cache_class(*ARGUMENTS.get(cache_class.__name__, ())) for _ in range(2)))
         except Exception as error:  # a class that has changed may raise anything
             what = f"{error}" if isinstance(error, DifferenceError) else f"{type(error).__name__}: {error}"
-            name = f"{cache_class.__name__} of mlx-lm {version('mlx-lm')}"
+            is_own = cache_class.__module__.startswith("mlx_lm.")
+            package = f"mlx-lm {version('mlx-lm')}" if is_own else cache_class.__module__
+            name = f"{cache_class.__name__} of {package}"
             return f"{name} differs from the class that radixcache knows ({check.__name__[1:]}: {what:.200})"
     return None
 
