@@ -35,6 +35,7 @@ from radixcache.paging.resume import (
     ResumePlan,
     Slots,
     Tails,
+    checkpoint_stops,
     floor,
     plan_resume,
 )
@@ -342,6 +343,16 @@ class Core:
         self.write_trace(request)
         return caches, request.prompt[plan.resume :].copy()
 
+    def insert_offsets(self, prompt: TokenIds, keys: Keys, namespace: str, marks: Sequence[int]) -> list[int]:
+        """Offsets at which to insert the state of a prompt while somebody else prefills it. Changes nothing."""
+        if self.settings.exact or not self.layout.has_points:
+            return []
+        request = PrefixRequest(prompt, keys, namespace, Use(self._tick), tuple(map(int, marks)))
+        plan = self.lookup(request.keys, request.namespace, request.limit).plan
+        kept = self.budget.kept_tokens(len(request.prompt))
+        found = {"matched": plan.matched, "resumed": plan.resume, "kept": kept}
+        return list(checkpoint_stops(self.settings, request, plan.resume, request.limit, **found))
+
     def count_request(self, request: PrefixRequest, plan: ResumePlan, by: str) -> None:
         """Count a restored request and emit its event; `by` is the public call that restored it."""
         counts = self.counts
@@ -413,8 +424,10 @@ class Core:
         self.evictor.enforce_budget()
         self.write_trace(request, output_tokens)
 
-    def insert(self, request: PrefixRequest, caches: Sequence[Any]) -> int:
+    def insert(self, request: PrefixRequest, caches: Sequence[Any], row: int | None = None) -> int:
         """Store from foreign caches what the tree lacks. Return how many of the tokens the tree has afterwards.
+
+        `row`: the caches are of a batch, and the tokens of this row.
 
         Raises:
             SnapshotError, ValueError: the caches do not fit, or the cache is exact; nothing was changed.
@@ -424,6 +437,9 @@ class Core:
                 "insert() into an exact cache: it is not known whether these caches were prefilled in chunks of "
                 f"{self.settings.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
             )
+        if row is not None:
+            assert isinstance(self.layout, Layout)  # simulated caches have no rows
+            caches = self.layout.row_of(caches, row)
         keys = self.before_quarantine(request.keys, request.namespace)
         if len(keys) < len(request.keys) and self.layout.has_points:
             self.layout.compare(caches)  # Point state cannot be cut back to the quarantined offset.

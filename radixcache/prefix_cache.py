@@ -350,7 +350,14 @@ class PrefixCache:
             return self._core.fetch(PrefixRequest(prompt, prompt_keys, namespace, self._core.next_use()))
 
     def insert(
-        self, tokens: Any, caches: Sequence[Any], namespace: str = "", priority: int = 0, *, keys: Any = None
+        self,
+        tokens: Any,
+        caches: Sequence[Any],
+        namespace: str = "",
+        priority: int = 0,
+        *,
+        keys: Any = None,
+        row: int | None = None,
     ) -> int:
         """Store the state of foreign caches for `tokens`. Copy only what the tree lacks.
 
@@ -360,6 +367,7 @@ class PrefixCache:
             tokens: the tokens that the caches were made from, in order.
             caches: mlx-lm caches of the same classes, batch 1. If they hold more tokens, the rest is left out if
                 possible; if fewer, tokens[:offset] is stored. Recurrent caches must be at the end of the tokens.
+            row: the caches are those of a batch, such as BatchKVCache; the tokens are those of this row.
 
         Raises:
             SnapshotError, ValueError: the caches do not fit, nothing was changed; the cache is exact.
@@ -367,7 +375,20 @@ class PrefixCache:
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         core = self._core
         with core.lock:
-            return core.insert(PrefixRequest(prompt, prompt_keys, namespace, core.next_use(priority)), caches)
+            return core.insert(PrefixRequest(prompt, prompt_keys, namespace, core.next_use(priority)), caches, row)
+
+    def insert_offsets(
+        self, tokens: Any, namespace: str = "", *, keys: Any = None, marks: Sequence[int] = ()
+    ) -> list[int]:
+        """Offsets at which to call insert() while you prefill the rest of a prompt after fetch(). Changes nothing.
+
+        With recurrent layers and sliding windows, later prompts resume only at offsets where state was inserted. These
+        are the best ones: `marks` (as in begin()), where the prompt diverges from a stored one, each
+        `checkpoint_interval`, and near the end of the prompt. Other models resume anywhere; the list is empty.
+        """
+        prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
+        with self._core.lock:
+            return self._core.insert_offsets(prompt, prompt_keys, namespace, marks)
 
     def pin(
         self,

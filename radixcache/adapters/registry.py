@@ -47,11 +47,26 @@ OF_MODELS: dict[str, Adapter] = {"mlx_lm.models.deepseek_v41.LayerCache": LayerA
 #: These are tried before their first use.
 OWN = frozenset([*ADAPTERS.values(), *OF_MODELS.values()])
 PROBED = ProbedAdapter()
+#: Classes that hold other caches, in `caches`.
+LISTS: set[type] = {CacheList}
 
 
-def register_adapter(cache_class: type, adapter: Adapter) -> None:
-    """Use `adapter` for caches of exactly this class, not of its subclasses."""
-    ADAPTERS[cache_class] = adapter
+def register_adapter(cache_class: type, adapter: Adapter | type) -> None:
+    """Use `adapter` for caches of exactly this class, not of its subclasses.
+
+    Args:
+        adapter: an adapter. For a class that another package has copied from mlx-lm: the class of mlx-lm. Such a copy
+            is tried before its first use, as mlx-lm's classes are, and refused if it does something else.
+
+    Raises:
+        KeyError: `adapter` is a class without an adapter.
+    """
+    if not isinstance(adapter, type):
+        ADAPTERS[cache_class] = adapter
+    elif adapter in LISTS:
+        LISTS.add(cache_class)
+    else:
+        ADAPTERS[cache_class] = ADAPTERS[adapter]
 
 
 def adapter_for(cache: Any, layer: int = 0) -> Adapter:
@@ -75,9 +90,9 @@ def leaves(caches: Iterable[Any]) -> list[Any]:
     """The cache objects that hold state, in order, without the layers that have no cache (None)."""
     flat = [cache for cache in caches if cache is not None]
     # Called several times per decoded token, nearly always without a CacheList.
-    if not any(issubclass(each, CacheList) for each in set(map(type, flat))):
+    if not any(map(_is_list, set(map(type, flat)))):
         return flat
-    return [leaf for cache in flat for leaf in (leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
+    return [leaf for cache in flat for leaf in (leaves(cache.caches) if _is_list(type(cache)) else [cache])]
 
 
 def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[Any]:
@@ -121,8 +136,9 @@ def difference_of(cache_class: type, adapter: Adapter) -> str | None:
             check(adapter, *(cache_class(*ARGUMENTS.get(cache_class.__name__, ())) for _ in range(2)))
         except Exception as error:  # a class that has changed may raise anything
             what = f"{error}" if isinstance(error, DifferenceError) else f"{type(error).__name__}: {error}"
-            name = f"{cache_class.__name__} of mlx-lm {version('mlx-lm')}"
-            return f"{name} differs from the class that radixcache knows ({check.__name__[1:]}: {what:.200})"
+            is_own = cache_class.__module__.startswith("mlx_lm.")
+            package = f"mlx-lm {version('mlx-lm')}" if is_own else cache_class.__module__
+            return f"{cache_class.__name__} of {package} differs from the class that radixcache knows ({check.__name__[1:]}: {what:.200})"
     return None
 
 

@@ -433,6 +433,15 @@ class Layout(ModelShape):
             if len(shapes) != len(known or shapes) or not all(_fit(*each) for each in both):
                 raise SnapshotError(f"layer {layer} has shapes {shapes}; the tree holds {known}.")
 
+    def row_of(self, caches: Sequence[Any], row: int) -> list[Any]:
+        """One row of mlx-lm's batch caches, as caches of one sequence. Caches of one sequence stay as they are."""
+        is_one = list(map(type, leaves(caches))) == [type(cache) for cache, _ in self.leaves(self.fresh())]
+        if row == 0 and is_one and all(array.shape[0] == 1 for array in self.arrays(caches) if array.ndim > 1):
+            return list(caches)
+        if lacking := [type(cache).__name__ for cache in caches if cache is not None and not hasattr(cache, "extract")]:
+            raise SnapshotError(f"caches have no rows, as {lacking[0]} has no extract(); wanted batch caches.")
+        return [None if cache is None else cache.extract(row) for cache in caches]
+
     def release(self) -> None:
         """Give MLX's free buffers back to the system."""
         mx.clear_cache()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models import cache as mlx_caches
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from radixcache import PrefixCache, UnsupportedCacheError
+from radixcache import PrefixCache, UnsupportedCacheError, register_adapter
+from radixcache.adapters import registry
+from radixcache.adapters.point import is_equal
 from radixcache.adapters.registry import ADAPTERS, adapter_for, difference_of
 from runner.models.tiny import tiny_model
 from tests.prompts import tokens
@@ -16,7 +22,7 @@ from tests.prompts import tokens
 
 def changed(base: type, **methods: Any) -> type:
     """A class with the name of `base`, of which some methods differ, as in another mlx-lm."""
-    return type(base.__name__, (base,), methods)
+    return type(base.__name__, (base,), {"__module__": base.__module__, **methods})
 
 
 def loses_a_token(self: Any, keys: mx.array, values: mx.array) -> Any:
@@ -78,6 +84,51 @@ def test_a_model_with_such_a_class_is_refused_and_others_go_on(monkeypatch: pyte
             session.step(model, session.remaining)
 
 
-@pytest.mark.parametrize("kind", sorted(ADAPTERS, key=repr))
+@pytest.mark.parametrize("kind", sorted((each for each in ADAPTERS if each.__module__ == KVCache.__module__), key=repr))
 def test_the_classes_of_this_mlx_lm_fit(kind: type) -> None:
     assert difference_of(kind, ADAPTERS[kind]) is None
+
+
+@pytest.fixture
+def guest(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Another package's copy of mlx-lm's file of classes, registered."""
+    monkeypatch.setattr(registry, "ADAPTERS", dict(ADAPTERS))
+    monkeypatch.setattr(registry, "LISTS", set(registry.LISTS))
+    module = ModuleType("guest.cache")
+    module.__package__ = "mlx_lm.models"  # for relative imports
+    monkeypatch.setitem(sys.modules, "guest.cache", module)
+    exec(inspect.getsource(mlx_caches), vars(module))
+    for kind in (ArraysCache, CacheList, KVCache, RotatingKVCache):
+        register_adapter(getattr(module, kind.__name__), kind)
+    return module
+
+
+def test_copies_of_mlx_lms_classes_in_another_package_are_stored_and_restored(guest: Any) -> None:
+    def fresh() -> list[Any]:
+        return [guest.CacheList(guest.KVCache(), guest.ArraysCache(1)), guest.RotatingKVCache(8)]
+
+    cache, (pair, window) = PrefixCache(caches=fresh), fresh()
+    for count in (12, 5):
+        keys = mx.random.uniform(shape=(1, 2, count, 8))
+        pair.caches[0].update_and_fetch(keys, keys + 1)
+        window.update_and_fetch(keys, keys + 1)
+    pair.caches[1][0] = keys
+    assert cache.insert(tokens(1, 17), [pair, window]) == 17
+    (restored, ring), remaining = cache.fetch([*tokens(1, 17), 3])
+    assert len(remaining) == 1
+    found = [type(each) for each in (restored, *restored.caches, ring)]
+    assert found == [guest.CacheList, guest.KVCache, guest.ArraysCache, guest.RotatingKVCache]
+    more = mx.random.uniform(shape=(1, 2, 3, 8))
+    for ours, theirs in ((restored.caches[0], pair.caches[0]), (ring, window)):
+        assert is_equal(ours.update_and_fetch(more, more), theirs.update_and_fetch(more, more))
+    assert is_equal(restored.caches[1].cache, [keys])
+    cache.check()
+
+
+def test_a_copy_that_differs_is_refused_with_the_name_of_its_package(guest: Any) -> None:
+    kind = type("KVCache", (guest.KVCache,), {"__module__": "guest.cache", "update_and_fetch": loses_a_token})
+    register_adapter(kind, KVCache)
+    with pytest.raises(UnsupportedCacheError, match=r"layer 1: KVCache of guest\.cache differs .*grow: it returns 4"):
+        PrefixCache(caches=lambda: [KVCache(), kind()])
+    with pytest.raises(KeyError):
+        register_adapter(kind, dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
@@ -194,3 +195,32 @@ def test_explain_and_dump_say_from_where_on_a_window_is_stored() -> None:
     told = cache.explain([*trunk, 200])
     assert told.windows == ((1, 28),)
     assert cache.stats.window_bytes == 32 * TOKEN_BYTES
+
+
+def test_an_insert_keeps_all_tokens_that_its_windows_still_have(model: WindowModel) -> None:
+    trunk = ids(1, 45)
+    cache, caches = PrefixCache(model), model.make_cache()
+    model(mx.array([trunk]), cache=caches)  # one pass, after which the windows have all tokens
+    cache.insert(trunk, caches)
+    cache.check()
+    for at in (3, 20, 31, 44):
+        restored, remaining = cache.fetch([*trunk[:at], 200, 201])
+        assert len(remaining) == 2, at
+        spells(restored, trunk[:at], model.kinds)
+    single = model.make_cache()
+    for token in trunk:
+        model(mx.array([[token]]), cache=single)
+    cache = PrefixCache(model)
+    cache.insert(trunk, single)  # token by token: the windows have their last tokens alone
+    assert len(cache.fetch([*trunk[:20], 200])[1]) >= 17
+    assert len(cache.fetch([*trunk, 200])[1]) == 1
+
+
+def test_an_insert_keeps_only_what_a_window_needs_when_checkpoints_have_no_more_room() -> None:
+    model, trunk = rotating(16), ids(1, 60)
+    cache, caches = PrefixCache(model, checkpoint_budget_bytes=20 * TOKEN_BYTES), rotating(16).make_cache()
+    model(mx.array([trunk]), cache=caches)
+    cache.insert(trunk, caches)
+    assert cache.stats.window_bytes == 16 * TOKEN_BYTES
+    assert len(cache.fetch([*trunk, 200])[1]) == 1
+    cache.check()

@@ -20,8 +20,8 @@ stream_generate
 PUBLIC_NAMES = _PUBLIC_NAMES.split()
 
 _METHODS = """
-alone begin begin_many check clear clear_quarantine close drafting dump edges explain fetch flush insert learn make_room
-mismatches names pin reclaim render snapshot_stats stats unpin view warm
+alone begin begin_many check clear clear_quarantine close drafting dump edges explain fetch flush insert
+insert_offsets learn make_room mismatches names pin reclaim render snapshot_stats stats unpin view warm
 """
 METHODS = _METHODS.split()
 
