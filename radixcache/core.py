@@ -35,6 +35,7 @@ from radixcache.paging.resume import (
     ResumePlan,
     Slots,
     Tails,
+    checkpoint_stops,
     floor,
     plan_resume,
 )
@@ -342,6 +343,16 @@ class Core:
         self.write_trace(request)
         return caches, request.prompt[plan.resume :].copy()
 
+    def insert_offsets(self, prompt: TokenIds, keys: Keys, namespace: str, marks: Sequence[int]) -> list[int]:
+        """Offsets at which to insert the state of a prompt while somebody else prefills it. Changes nothing."""
+        if self.settings.exact or not self.layout.has_points:
+            return []
+        request = PrefixRequest(prompt, keys, namespace, Use(self._tick), tuple(map(int, marks)))
+        plan = self.lookup(request.keys, request.namespace, request.limit).plan
+        kept = self.budget.kept_tokens(len(request.prompt))
+        found = {"matched": plan.matched, "resumed": plan.resume, "kept": kept}
+        return list(checkpoint_stops(self.settings, request, plan.resume, request.limit, **found))
+
     def count_request(self, request: PrefixRequest, plan: ResumePlan, by: str) -> None:
         """Count a restored request and emit its event; `by` is the public call that restored it."""
         counts = self.counts
@@ -521,9 +532,17 @@ class Core:
         self.states.events.history.clear(namespace)
         self.layout.release()
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the store has written everything. False: `timeout_s` was not enough. Takes no lock."""
-        return self.tier is None or self.tier.store.flush(timeout_s)
+    def flush(self, timeout_s: float | None = None, write_all: bool = False) -> bool:
+        """Wait until the store has written everything. False: `timeout_s` was not enough.
+
+        Takes the lock only with `write_all`, to hand all state in memory to the store.
+        """
+        if self.tier is None:
+            return True
+        if write_all:
+            with self.lock:
+                self.tier.write_all()
+        return self.tier.store.flush(timeout_s)
 
     def close(self) -> None:
         """Give back all state, including that of open sessions and groups, and the account. Takes the lock."""

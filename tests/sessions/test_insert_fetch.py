@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -210,6 +211,43 @@ def test_many_threads_may_fetch_and_insert_at_once(llama: Any) -> None:
         thread.join()
     assert wrong == []
     cache.check()
+
+
+@pytest.mark.parametrize("kind", ["llama_sliding", "nemotron_h"])
+def test_prompts_resume_where_an_engine_inserted_at_the_offsets_it_was_told(kind: str) -> None:
+    model = shared_model(kind)
+    cache = PrefixCache(model)
+    system, users = tokens(0, 400), [[user, *tokens(user, 40)] for user in (1, 2, 3)]
+
+    def prefill(prompt: list[int], marks: Sequence[int] = ()) -> tuple[int, list[int]]:
+        """Where an engine resumes a prompt, and the offsets at which it stops to insert."""
+        before = state(cache)
+        offsets = cache.insert_offsets(prompt, marks=marks)
+        assert state(cache) == before
+        caches, remaining = cache.fetch(prompt)
+        start = resumed_at = len(prompt) - len(remaining)
+        for end in (*offsets, len(prompt)):
+            logits = model(mx.array(prompt[start:end])[None], cache=caches)[0, -1]
+            start = cache.insert(prompt[:end], caches)
+            assert start == end
+        assert error(logits, cold(model, prompt)) < ROUNDING
+        cache.check()
+        return resumed_at, offsets
+
+    assert prefill([*system, *users[0]], marks=[400]) == (0, [400, 425])
+    assert prefill([*system, *users[1]]) == (400, [425])
+    # The second user of another system prompt diverges where nothing was inserted; the third one resumes there.
+    other = [9, *system]
+    assert prefill([*other, *users[0]]) == (0, [426])
+    assert prefill([*other, *users[1]]) == (0, [401, 426])
+    assert prefill([*other, *users[2]]) == (401, [426])
+    finer = PrefixCache(model, checkpoint_interval=100)
+    assert finer.insert_offsets([*system, *users[0]]) == [100, 200, 300, 400, 425]
+
+
+def test_no_offset_is_better_than_another_if_the_layers_resume_anywhere_or_nothing_can_be_inserted(llama: Any) -> None:
+    assert PrefixCache(llama).insert_offsets(PROMPT, marks=[20]) == []
+    assert PrefixCache(shared_model("nemotron_h"), exact=True).insert_offsets(PROMPT, marks=[20]) == []
 
 
 @pytest.mark.parametrize("kind", ["llama", "nemotron_h"])
