@@ -1,7 +1,4 @@
-"""Run Rapid-MLX with a PrefixCache in place of its own prefix cache. Takes Rapid-MLX's own command line:
-
-python examples/guests/rapid_mlx.py serve MODEL --enable-prefix-cache --cache-memory-mb 2048
-"""
+"""Rapid-MLX on a PrefixCache: `python examples/guests/rapid_mlx.py serve MODEL --enable-prefix-cache ...`."""
 
 import sys
 from dataclasses import replace
@@ -9,17 +6,16 @@ from typing import Any
 
 del sys.path[0]  # This file has the name of the package.
 
-from rapid_mlx import scheduler  # noqa: E402
+from rapid_mlx import memory_cache, scheduler  # noqa: E402
 from rapid_mlx.dependency_repair import cli_entrypoint  # noqa: E402
-from rapid_mlx.memory_cache import MemoryAwarePrefixCache, MemoryCacheConfig, _CacheEntry  # noqa: E402
 
 from radixcache import DiskStore, PrefixCache, find_marks  # noqa: E402
 
 WORTH_TOKENS = 64  # A shared prefix of so many tokens is worth a stop of the prefill, or a wait for another prefill.
 
 
-class RadixMemoryCache(MemoryAwarePrefixCache):  # type: ignore[misc]
-    def __init__(self, model: Any, config: MemoryCacheConfig, tokenizer: Any) -> None:
+class RadixMemoryCache(memory_cache.MemoryAwarePrefixCache):  # type: ignore[misc]
+    def __init__(self, model: Any, config: Any, tokenizer: Any) -> None:
         super().__init__(model, replace(config, hybrid_reuse_max_entries=2))  # keeps prompts and replies
         self._model, self._tokenizer, self._folder = model, tokenizer, ""
         self._open()
@@ -36,6 +32,10 @@ class RadixMemoryCache(MemoryAwarePrefixCache):  # type: ignore[misc]
         return (caches, tokens[offset:]) if offset else (None, tokens)
 
     def store(self, tokens: list[int], cache: list[Any], *_: Any, **__: Any) -> bool:
+        # Rapid-MLX has the state of recurrent layers at some offsets inside of a prompt.
+        for end in {end for each in memory_cache.collect_checkpoints(cache) if each for end in each.positions}:
+            if snapped := memory_cache._snap_hybrid_trim(cache, len(tokens), end):
+                self.cache.insert(tokens[: snapped[1]], snapped[0])
         return self._noted(self.cache.insert(tokens, cache)) > 0  # the scheduler logs errors
 
     def shared_prefix_length(self, tokens: list[int]) -> int:
@@ -47,7 +47,7 @@ class RadixMemoryCache(MemoryAwarePrefixCache):  # type: ignore[misc]
         stats, own = self.cache.stats, self._stats
         self._current_memory = own.current_memory_bytes = stats.paged_bytes
         own.entry_count, own.evictions, own.tokens_saved = stats.nodes, stats.evictions, stats.hit_tokens
-        self._entries = dict.fromkeys(range(stats.nodes), _CacheEntry((), [], 0))
+        self._entries = dict.fromkeys(range(stats.nodes), memory_cache._CacheEntry((), [], 0))
         return result
 
     def _evict_lru(self) -> None:
