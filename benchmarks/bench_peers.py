@@ -15,8 +15,8 @@ server has requests at any time, and all requests of "at once" and "restart" are
     window      3 users with a system prompt, and a conversation of 2 turns, on a model with sliding windows
     hybrid      the same on a model with recurrent layers (short convolutions)
 
-    evaluated tokens  prompt tokens minus cached tokens, as the server reports them; empty: the server does not report
-                      them
+    evaluated tokens  prompt tokens minus cached tokens, as the server reports them, at least one for each request;
+                      empty: the server does not report them
     TTFT ms           from the request to the first piece of text
     decode ms         from the first piece of text to the end of the reply, by its tokens after the first, median
     tokens/s          generated tokens by the seconds of the whole scenario
@@ -329,7 +329,8 @@ def row_of(scenario: str, server: str, run: Run, reports: bool, equal: str | Non
     """Return the row of one run. `reports`: the server reports cached tokens, and a missing number means none."""
     good = [answer for answer in run.flat if not answer.error]
     prompt_tokens = sum(answer.prompt_tokens or 0 for answer in good)
-    cached_tokens = sum(min(answer.cached_tokens or 0, answer.prompt_tokens or 0) for answer in good)
+    # Some servers report a whole prompt as cached, but evaluate its last token again, for the logits.
+    cached_tokens = sum(min(each.cached_tokens or 0, max(0, (each.prompt_tokens or 0) - 1)) for each in good)
     ttft_ms = [1e3 * answer.ttft_s for answer in good]
     later_tokens = [((each.completion_tokens or 0) - 1, each.decode_s) for each in good]
     decode_ms = [1e3 * seconds / tokens for tokens, seconds in later_tokens if tokens > 0]

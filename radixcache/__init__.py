@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from policies import EvictionPolicy as EvictionPolicy
     from radixcache.adapters.registry import register_adapter as register_adapter
     from radixcache.cells.causal import CausalCache as CausalCache
+    from radixcache.chat import find_marks as find_marks
     from radixcache.chat import render_chat as render_chat
     from radixcache.chat_parts import Change as Change
     from radixcache.chat_parts import Chat as Chat
@@ -59,7 +60,7 @@ _MODULES = {
     "radixcache.adapters.registry": "register_adapter",
     "radixcache.ledger": "Ledger",
     "radixcache.cells.causal": "CausalCache",
-    "radixcache.chat": "render_chat",
+    "radixcache.chat": "find_marks render_chat",
     "radixcache.chat_parts": "Change Chat",
     "radixcache.errors": "CacheBusyError CacheClosedError CacheFullError PolicyError RadixCacheError"
     " RequestTooLargeError SessionClosedError ShiftError SnapshotError StoreError UnsupportedCacheError",

@@ -32,6 +32,8 @@ from radixcache.chat_template import (
     Message,
     choose_form,
     common_rendering,
+    inner_of,
+    learnt_of,
 )
 
 # Texts that are appended to a last message; they differ in the first character.
@@ -40,6 +42,8 @@ _CONTINUATIONS = ("alpha", "Zulu")
 HEADER_TOKENS = 24
 # Most characters of white space before a text.
 _WHITE_CHARS = 8
+#: Most tokens of white space between two messages.
+WHITE_TOKENS = 3
 #: Up to this many tokens before the first question are no system prompt.
 SHORT_TOKENS = 8
 #: `RenderedChat.marks` has the ends of this many last messages, and of as many messages spread over all.
@@ -139,6 +143,23 @@ def chat_tokens(
     """The int32 tokens of `render_chat` without marks: the template runs once. Raises the same errors."""
     template = ChatTemplate(tokenizer, tools, template_kwargs)
     return RenderedChat(template, messages, _ending(messages, add_generation_prompt)).tokens
+
+
+def find_marks(tokenizer: Any, tokens: Sequence[int] | NDArray[np.int32]) -> tuple[int, ...]:
+    """Find marks in a prompt if only its tokens are known: offsets between two different special tokens.
+
+    White space may stand between them. Empty if the chat template writes no special tokens between messages. Use the
+    marks of `render_chat` where the messages are known.
+    """
+    ids, special = np.asarray(tokens, dtype=np.int64), learnt_of(inner_of(tokenizer)).special_ids
+    found = np.flatnonzero(np.isin(ids, [*special])).tolist()
+    between = {
+        right: tuple(ids[left + 1 : right].tolist())
+        for left, right in pairwise(found)
+        if right > SHORT_TOKENS and right - left <= WHITE_TOKENS + 1 and ids[left] != ids[right]
+    }
+    is_white = {each: not each or not str(tokenizer.decode([*each])).strip() for each in {*between.values()}}
+    return tuple(right for right, each in between.items() if is_white[each])
 
 
 def _ending(messages: Sequence[Message], add_generation_prompt: bool) -> Ending:

@@ -69,6 +69,20 @@ class _Learnt:
 _LEARNT: WeakKeyDictionary[Any, _Learnt] = WeakKeyDictionary()
 
 
+def inner_of(tokenizer: Any) -> Any:
+    """The tokenizer inside mlx-lm's wrapper. The wrapper forwards attributes, but it cannot be called."""
+    return tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", tokenizer)
+
+
+def learnt_of(inner: Any) -> _Learnt:
+    try:
+        if (learnt := _LEARNT.get(inner)) is None:
+            learnt = _LEARNT[inner] = _Learnt(inner)
+        return learnt
+    except TypeError:  # a tokenizer without support for weak references
+        return _Learnt(inner)
+
+
 class ChatTemplate:
     """A tokenizer's chat template with the arguments of one call.
 
@@ -93,8 +107,7 @@ class ChatTemplate:
             )
         _require_template(tokenizer, template_kwargs)
         self._tokenizer = tokenizer
-        # mlx-lm's wrapper forwards attributes, but only the tokenizer inside can be called.
-        self._inner = tokenizer if callable(tokenizer) else getattr(tokenizer, "_tokenizer", tokenizer)
+        self._inner = inner_of(tokenizer)
         # mlx-lm may replace the tokenizer's Jinja template with a function.
         is_python = self._inner is not tokenizer and getattr(tokenizer, "_chat_template", None) is not None
         if is_python:  # the function refuses unknown arguments, but requests may have some for other templates
@@ -117,12 +130,7 @@ class ChatTemplate:
 
     @property
     def learnt(self) -> _Learnt:
-        try:
-            if (learnt := _LEARNT.get(self._inner)) is None:
-                learnt = _LEARNT[self._inner] = _Learnt(self._inner)
-            return learnt
-        except TypeError:  # a tokenizer without support for weak references
-            return _Learnt(self._inner)
+        return learnt_of(self._inner)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool, **arguments: Any) -> Rendering:
         """Render as text, or as tokens if the text does not determine them. Errors of the template pass through."""

@@ -537,9 +537,17 @@ class Core:
         self.states.events.history.clear(namespace)
         self.layout.release()
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the store has written everything. False: `timeout_s` was not enough. Takes no lock."""
-        return self.tier is None or self.tier.store.flush(timeout_s)
+    def flush(self, timeout_s: float | None = None, write_all: bool = False) -> bool:
+        """Wait until the store has written everything. False: `timeout_s` was not enough.
+
+        Takes the lock only with `write_all`, to hand all state in memory to the store.
+        """
+        if self.tier is None:
+            return True
+        if write_all:
+            with self.lock:
+                self.tier.write_all()
+        return self.tier.store.flush(timeout_s)
 
     def close(self) -> None:
         """Give back all state, including that of open sessions and groups, and the account. Takes the lock."""

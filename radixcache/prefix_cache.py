@@ -234,9 +234,13 @@ class PrefixCache:
             core.close()
             core.flush()
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until the store has written everything; return False if that takes longer than `timeout_s`."""
-        return self._core.flush(timeout_s)
+    def flush(self, timeout_s: float | None = None, *, write_all: bool = False) -> bool:
+        """Wait until the store has written everything; return False if that takes longer than `timeout_s`.
+
+        `write_all`: first hand all state in memory to stores that write at eviction, as close() does. Requests wait
+        meanwhile.
+        """
+        return self._core.flush(timeout_s, write_all)
 
     def begin(
         self,
@@ -376,6 +380,19 @@ class PrefixCache:
         core = self._core
         with core.lock:
             return core.insert(PrefixRequest(prompt, prompt_keys, namespace, core.next_use(priority)), caches, row)
+
+    def insert_offsets(
+        self, tokens: Any, namespace: str = "", *, keys: Any = None, marks: Sequence[int] = ()
+    ) -> list[int]:
+        """Offsets at which to call insert() while you prefill the rest of a prompt after fetch(). Changes nothing.
+
+        With recurrent layers and sliding windows, later prompts resume only at offsets where state was inserted. These
+        are the best ones: `marks` (as in begin()), where the prompt diverges from a stored one, each
+        `checkpoint_interval`, and near the end of the prompt. Other models resume anywhere; the list is empty.
+        """
+        prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
+        with self._core.lock:
+            return self._core.insert_offsets(prompt, prompt_keys, namespace, marks)
 
     def insert_offsets(
         self, tokens: Any, namespace: str = "", *, keys: Any = None, marks: Sequence[int] = ()

@@ -104,7 +104,11 @@ def with_leaves(caches: Iterable[Any], replaced: Callable[[Any], Any]) -> list[A
 
 
 def _with_leaves(cache: Any, replaced: Callable[[Any], Any]) -> Any:
-    return CacheList(*with_leaves(cache.caches, replaced)) if isinstance(cache, CacheList) else replaced(cache)
+    return type(cache)(*with_leaves(cache.caches, replaced)) if _is_list(type(cache)) else replaced(cache)
+
+
+def _is_list(kind: type) -> bool:
+    return not LISTS.isdisjoint(kind.__mro__)
 
 
 # Trials of classes ----------------------------------------------------------------------------------------------------

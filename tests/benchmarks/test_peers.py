@@ -66,6 +66,11 @@ def test_rows_and_conclusion_say_what_is_reported_and_who_wins() -> None:
     )
 
 
+def test_a_prompt_that_is_reported_as_cached_counts_its_last_token_as_evaluated() -> None:
+    run = Run([[Answer(0.1, 0.2, "a", 100, 100, 8), Answer(0.1, 0.2, "a", 100, 99, 8)]], total_s=1.0, peak_bytes=1)
+    assert row_of("regenerate", OURS, run, reports=True, equal=None)["evaluated tokens"] == 2
+
+
 def test_a_server_that_does_not_start_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: PeerProcess) -> PeerProcess:
         raise PeerError("no such layer")

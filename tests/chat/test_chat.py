@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
-from radixcache.chat import HEADER_TOKENS, chat_tokens, render_chat
+from radixcache.chat import HEADER_TOKENS, SHORT_TOKENS, chat_tokens, find_marks, render_chat
 from tests.chat.conversations import require_reuse, resumed_tokens, two_conversations_that_share_a_beginning
 from tests.chat.templates import CHATML, JOINED, MERGED, TEMPLATES, THINKING, USER_FIRST
 from tests.chat.tokenizers import KINDS, OffsetlessTokenizer, make_tokenizer
@@ -64,6 +64,25 @@ def test_a_role_between_two_control_tokens_belongs_to_the_next_message() -> None
     tokenizer = make_tokenizer(header + "{% if add_generation_prompt %}<|im_start|>assistant<s>\n\n{% endif %}")
     tokens, marks = render_chat(tokenizer, [SYSTEM, *TURNS])
     assert [each[-10:] for each in pieces(tokenizer, tokens, marks)] == ["<|im_end|>"] * 4
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, TokenizerWrapper])
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_that_are_found_in_tokens_alone_are_those_of_the_messages(kind: str, wrap: Any) -> None:
+    tokenizer = wrap(make_tokenizer(CHATML, kind))
+    tokens, marks = render_chat(tokenizer, [SYSTEM, *TURNS])
+    assert find_marks(tokenizer, tokens) == find_marks(tokenizer, tokens.tolist()) == marks
+
+
+def test_a_word_between_two_special_tokens_and_a_run_of_one_special_token_are_no_marks() -> None:
+    header = "{% for m in messages %}<|im_start|>{{ m['role'] }}<s>\n\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    tokenizer = make_tokenizer(header)
+    images = {"role": "user", "content": "<s>" * 9}
+    tokens, marks = render_chat(tokenizer, [SYSTEM, *TURNS, images])
+    found = find_marks(tokenizer, tokens)
+    assert set(found) <= set(marks)
+    assert {mark for mark in marks[:-1] if mark > SHORT_TOKENS} <= set(found)
+    assert find_marks(make_tokenizer(None), []) == ()
 
 
 def test_generation_prompt_is_left_out_after_a_reply_or_when_it_is_not_wanted() -> None:

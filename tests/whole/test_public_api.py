@@ -14,14 +14,14 @@ _PUBLIC_NAMES = """
 POLICIES CacheBusyError CacheClosedError CacheFullError CacheStats CausalCache Change Chat CostModel DiskStore Entry
 Event EventKind EvictionPolicy Explanation Gap Group Hint Ledger Mismatch NamedPin PolicyError PrefixCache
 RadixCacheError RadixTree Reason RedisStore RequestTooLargeError Row Session SessionClosedError ShiftError ShortReason
-SnapshotError StatsSnapshot StoreError TraceWriter TreeView UnsupportedCacheError register_adapter render_chat
-stream_generate
+SnapshotError StatsSnapshot StoreError TraceWriter TreeView UnsupportedCacheError find_marks register_adapter
+render_chat stream_generate
 """
 PUBLIC_NAMES = _PUBLIC_NAMES.split()
 
 _METHODS = """
-alone begin begin_many check clear clear_quarantine close drafting dump edges explain fetch flush insert
-insert_offsets learn make_room mismatches names pin reclaim render snapshot_stats stats unpin view warm
+alone begin begin_many check clear clear_quarantine close drafting dump edges explain fetch flush insert insert_offsets
+learn make_room mismatches names pin reclaim render snapshot_stats stats unpin view warm
 """
 METHODS = _METHODS.split()
 

@@ -309,6 +309,20 @@ def test_what_is_there_at_the_end_is_written_on_eviction_but_not_what_was_cleare
         assert [serve(cache, llama, prompt)[0] for prompt in (gone, *kept)] == [0, 599, 599]
 
 
+def test_a_flush_of_all_state_writes_what_memory_holds_and_the_cache_goes_on(opened: Open) -> None:
+    model = tiny_model("falcon_h1")
+    with opened(write_on="eviction") as store, PrefixCache(model, store=store) as cache:
+        serve(cache, model, tokens(1, 300))
+        assert cache.flush()
+        assert store.stats.written_files == 0
+        assert cache.flush(write_all=True)
+        assert serve(cache, model, [*tokens(1, 300), 5])[0] == 300 - 16
+        assert cache.stats.brought_tokens == 0
+        with opened() as other_store, PrefixCache(model, store=other_store) as other:
+            assert serve(other, model, [*tokens(1, 300), 5])[0] == 300 - 16
+    assert PrefixCache(model).flush(write_all=True)
+
+
 def test_more_than_the_budget_has_room_for_is_not_brought(opened: Open, llama: Any) -> None:
     prompt = tokens(1, 1200)
     with opened() as store, PrefixCache(llama, store=store) as cache:
