@@ -394,19 +394,6 @@ class PrefixCache:
         with self._core.lock:
             return self._core.insert_offsets(prompt, prompt_keys, namespace, marks)
 
-    def insert_offsets(
-        self, tokens: Any, namespace: str = "", *, keys: Any = None, marks: Sequence[int] = ()
-    ) -> list[int]:
-        """Offsets at which to call insert() while you prefill the rest of a prompt after fetch(). Changes nothing.
-
-        With recurrent layers and sliding windows, later prompts resume only at offsets where state was inserted. These
-        are the best ones: `marks` (as in begin()), where the prompt diverges from a stored one, each
-        `checkpoint_interval`, and near the end of the prompt. Other models resume anywhere; the list is empty.
-        """
-        prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
-        with self._core.lock:
-            return self._core.insert_offsets(prompt, prompt_keys, namespace, marks)
-
     def pin(
         self,
         tokens: Any,

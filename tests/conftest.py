@@ -86,8 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 #: What errors say where the installed mlx-lm, older than the one that the project is made for, lacks something.
 LACKS = re.compile(r"\w+ of mlx-lm \S+ differs|this mlx-lm lacks \w+[\w.]*|No module named 'mlx_lm[\w.]*'|LayerCache")
-#: What mlx-lm 0.31.3 does otherwise itself, by parts of names. Its ChunkedKVCache loses tokens, its gemma3n is wrong with
-#: its own caches, its loop shows processors other tokens, and `radixcache serve` does not start with it.
+#: What mlx-lm 0.31.3 does otherwise itself, by parts of names. Its ChunkedKVCache loses tokens, its gemma3n is wrong
+#: with its own caches, its loop shows processors other tokens, and `radixcache serve` does not start with it.
 DIFFERS = [
     "ChunkedKVCache",
     "gemma3n",

@@ -141,8 +141,8 @@ def difference_of(cache_class: type, adapter: Adapter) -> str | None:
         except Exception as error:  # a class that has changed may raise anything
             what = f"{error}" if isinstance(error, DifferenceError) else f"{type(error).__name__}: {error}"
             is_own = cache_class.__module__.startswith("mlx_lm.")
-            package = f"mlx-lm {version('mlx-lm')}" if is_own else cache_class.__module__
-            return f"{cache_class.__name__} of {package} differs from the class that radixcache knows ({check.__name__[1:]}: {what:.200})"
+            name = f"{cache_class.__name__} of {'mlx-lm ' + version('mlx-lm') if is_own else cache_class.__module__}"
+            return f"{name} differs from the class that radixcache knows ({check.__name__[1:]}: {what:.200})"
     return None
 
 
