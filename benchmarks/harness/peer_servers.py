@@ -48,7 +48,7 @@ class Peer:
     Attributes:
         packages: pip packages of its environment; empty: it runs in the environment of the benchmark.
         command: arguments of the Python of its environment, or of a program beside that Python if `program` is set.
-            {model}, {port}, {disk} and {bytes}, {mib} of the cache budget are filled in.
+            {model}, {port}, {disk}, {root} (the checkout) and {bytes}, {mib} of the cache budget are filled in.
         on, off: more arguments, with the prefix cache and without.
         clear: path to DELETE before each cold request, if the cache cannot be off.
         disk: more arguments for state that survives a restart; None: the server has no such option.
@@ -135,6 +135,20 @@ PEERS = {
             on="--continuous-batching --enable-prefix-cache --use-paged-cache --cache-memory-mb {mib}",
             off="--continuous-batching --disable-prefix-cache",
             disk="--enable-block-disk-cache --block-disk-cache-dir {disk}",
+        ),
+    )
+}
+
+#: Servers of PEERS with radixcache in place of their own prefix cache.
+GUESTS = {
+    peer.name: peer
+    for peer in (
+        replace(
+            PEERS["vllm-mlx"],
+            name="vllm-mlx + radixcache",
+            packages=("vllm-mlx", str(ROOT)),
+            command="{root}/examples/guests/vllm_mlx.py " + _SERVE,
+            program="",
         ),
     )
 }
@@ -232,7 +246,7 @@ class PeerProcess:
         self.url = f"http://127.0.0.1:{self._port}"
         values = {
             **{"model": str(model), "port": str(self._port), "disk": str(home / "disk")},
-            **{"bytes": str(BUDGET_MIB << 20), "mib": str(BUDGET_MIB)},
+            **{"bytes": str(BUDGET_MIB << 20), "mib": str(BUDGET_MIB), "root": str(ROOT)},
         }
         self._words = peer.words(python, values, is_cached=is_cached, is_on_disk=is_on_disk)
         self._environment = {
