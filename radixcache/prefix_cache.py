@@ -122,12 +122,9 @@ class PrefixCache:
     """A prefix cache: a radix tree of token prefixes with the state of the model's layers, under a byte budget.
 
     The budget limits what is kept; it never refuses a request. A request whose live state is larger than the budget is
-    served: everything evictable is evicted, and while the request runs, it uses device memory beyond the budget.
-    `stats.over_budget_bytes` is the excess, and `stats.held_bytes` explains it. When the request closes, the longest
-    part of its prefix that fits the budget is kept; with recurrent layers, up to the last checkpoint that fits. This
-    holds for begin(), begin_many() and rows. RequestTooLargeError is raised if the device cannot hold the state, or if
-    the state exceeds `max_request_bytes`. The check comes before the prompt is evaluated; in the first request of a
-    cache, after the first chunk.
+    served with device memory beyond it (`stats.over_budget_bytes`, `stats.held_bytes`). When the request closes, the
+    longest part of its prefix that fits is kept. RequestTooLargeError: the device cannot hold the state, or it exceeds
+    `max_request_bytes`. The check comes before the prompt is evaluated; in a cache's first request, after a chunk.
 
     Args:
         model: an mlx-lm model. Its caches come from mlx-lm's make_prompt_cache.
@@ -237,8 +234,7 @@ class PrefixCache:
     def flush(self, timeout_s: float | None = None, *, write_all: bool = False) -> bool:
         """Wait until the store has written everything; return False if that takes longer than `timeout_s`.
 
-        `write_all`: first hand all state in memory to stores that write at eviction, as close() does. Requests wait
-        meanwhile.
+        `write_all`: first hand all state to stores that write at eviction, as close() does. Requests wait meanwhile.
         """
         return self._core.flush(timeout_s, write_all)
 
@@ -346,8 +342,7 @@ class PrefixCache:
         """Restore the longest usable prefix into fresh caches that the caller owns, outside of the budget.
 
         Returns the caches, at offset len(tokens) - len(remaining), and `remaining`: the int32 ids left to evaluate, at
-        least one. On a miss, the caches are empty. In exact mode, prefill in multiples of `step_size`; otherwise the
-        results differ from those of a cold run.
+        least one. On a miss, the caches are empty. In exact mode, prefill in multiples of `step_size`.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
         with self._core.lock:
@@ -386,9 +381,9 @@ class PrefixCache:
     ) -> list[int]:
         """Offsets at which to call insert() while you prefill the rest of a prompt after fetch(). Changes nothing.
 
-        With recurrent layers and sliding windows, later prompts resume only at offsets where state was inserted. These
-        are the best ones: `marks` (as in begin()), where the prompt diverges from a stored one, each
-        `checkpoint_interval`, and near the end of the prompt. Other models resume anywhere; the list is empty.
+        With recurrent layers and sliding windows, later prompts resume only where state was inserted. These are the
+        best offsets: `marks`, where the prompt diverges from a stored one, each `checkpoint_interval`, and near the
+        prompt's end. Other models resume anywhere; the list is empty.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         with self._core.lock:

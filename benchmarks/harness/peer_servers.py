@@ -139,20 +139,6 @@ PEERS = {
     )
 }
 
-#: Servers of PEERS with radixcache in place of their own prefix cache.
-GUESTS = {
-    peer.name: peer
-    for peer in (
-        replace(
-            PEERS["vllm-mlx"],
-            name="vllm-mlx + radixcache",
-            packages=("vllm-mlx", str(ROOT)),
-            command="{root}/examples/guests/vllm_mlx.py " + _SERVE,
-            program="",
-        ),
-    )
-}
-
 
 def _guest(name: str, file: str) -> Peer:
     """A server with a PrefixCache in place of its own, in an environment of its own."""
