@@ -137,29 +137,24 @@ class PrefixCache:
         checkpoint_interval: tokens between checkpoints during prefill.
         checkpoint_budget_bytes: most bytes of all checkpoints; above it, interval checkpoints are dropped first.
             Default: half the budget.
-        suffix_index_bytes: most bytes of the index from which replies are drafted; not part of the budget. The index is
-            built when the first request asks for drafts, takes at most 39 bytes a token, and forgets old tokens first.
+        suffix_index_bytes: most bytes of the index from which replies are drafted, beside the budget: 39 for a token.
         live_slots: how many sessions may be open at a time. Each slot has its own buffers.
         kv_bits: bits of quantized keys and values in full-attention layers, from offset 0 on. Default: not quantized.
         kv_group_size: elements per group of quantized keys and values.
-        stored_bits: 8 or 4: bits of stored keys and values, in memory and in the store, in groups of 64 or 32. Live
-            state is never rounded, nor are layers that `kv_bits` quantizes, head sizes that are no multiple of 32, and
-            recurrent state. Default: no rounding. Not with `exact`.
-        trace: a file, or a TraceWriter. It gets a record of each request that closes: salted digests of its prefix,
-            for `radixcache simulate`.
+        stored_bits: 8 or 4: bits of stored keys and values, in memory and in the store. Live state, recurrent state,
+            layers with `kv_bits` and head sizes that are no multiple of 32 are never rounded. Not with `exact`.
+        trace: a file or a TraceWriter that gets a record, with salted digests, of each request; for simulate.
         on_event: called with an Event for everything that happens to stored state, after the call that caused it.
         tokenizer: an object with `decode`. With it, explain(), dump() and render() show text beside token ids.
-        verify: share, 0 to 1, of resumed sessions and of all rows that are also prefilled cold and compared. A row is
-            compared again when it closes. Wrong state is quarantined, and an answer that has not begun is served cold.
-            fetch() is not checked.
+        verify: share, 0 to 1, of resumed sessions and of all rows that are also prefilled cold and compared. Wrong
+            state is quarantined, and an answer that has not begun is served cold. fetch() is not checked.
         verify_seed: seed for the choice of these requests.
         exact: resume only if the answer equals the answer of a cold run bit for bit.
         step_size: tokens per chunk of prefill. An exact cache resumes only at multiples of `step_size`.
         store: where state is kept outside of memory: a DiskStore, a RedisStore, or several in the order of look-up.
             Caches may share stores. Stores stay open when the cache closes.
         store_if: called with a namespace; True: write the state of this namespace to the store. Default: write all.
-        identity: the name of the model in the store, if `caches` is given. Default: made from the model's class,
-            arguments and weights.
+        identity: the model's name in the store, if `caches` is given. Default: from its class, arguments and weights.
         seconds: the clock of pins with `ttl_s`, in seconds from any start. Default: time.monotonic.
 
     Raises:
@@ -222,8 +217,7 @@ class PrefixCache:
     def close(self) -> None:
         """Release all state, also of open sessions and groups, and close the trace if it was given as a path.
 
-        Waits until the store has written everything. A second call does nothing. All other calls then raise
-        CacheClosedError, and calls of open sessions and groups raise SessionClosedError.
+        Waits until the store has written everything. Then other calls raise CacheClosedError or SessionClosedError.
         """
         core, self._open = self._open, None
         self._about.chats.clear()
@@ -232,10 +226,7 @@ class PrefixCache:
             core.flush()
 
     def flush(self, timeout_s: float | None = None, *, write_all: bool = False) -> bool:
-        """Wait until the store has written everything; return False if that takes longer than `timeout_s`.
-
-        `write_all`: first hand all state to stores that write at eviction, as close() does. Requests wait meanwhile.
-        """
+        """Wait until the store has written everything, with `write_all` all of memory. False: timeout_s have passed."""
         return self._core.flush(timeout_s, write_all)
 
     def begin(
@@ -296,8 +287,7 @@ class PrefixCache:
             max_tokens: most tokens of the reply; at most twice as many of `prediction` are used. None: no limit.
 
         Raises:
-            ValueError: `speculate` is unknown; `max_tokens` is below 1; or `speculate` or a prediction is given and the
-                cache is exact. Passes over several tokens round differently, and their width depends on measured times.
+            ValueError: `speculate` is unknown; `max_tokens` is below 1; or drafts are asked of an exact cache.
         """
         core, tree_source = self._core, partial(self._core.draft_index.source, namespace)
         return drafting_of(prompt, tree_source, core.draft_pace, core.settings, speculate, prediction, max_tokens)
@@ -358,9 +348,9 @@ class PrefixCache:
         keys: Any = None,
         row: int | None = None,
     ) -> int:
-        """Store the state of foreign caches for `tokens`. Copy only what the tree lacks.
+        """Store the state of foreign caches for `tokens`. Returns how many of the tokens the tree then holds.
 
-        Returns how many of the tokens the tree holds afterwards. Tokens after a quarantined offset are not stored.
+        Copies only what the tree lacks. Tokens after a quarantined offset are not stored.
 
         Args:
             tokens: the tokens that the caches were made from, in order.
@@ -372,18 +362,17 @@ class PrefixCache:
             SnapshotError, ValueError: the caches do not fit, nothing was changed; the cache is exact.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
-        core = self._core
-        with core.lock:
-            return core.insert(PrefixRequest(prompt, prompt_keys, namespace, core.next_use(priority)), caches, row)
+        with self._core.lock:
+            use = self._core.next_use(priority)
+            return self._core.insert(PrefixRequest(prompt, prompt_keys, namespace, use), caches, row)
 
     def insert_offsets(
         self, tokens: Any, namespace: str = "", *, keys: Any = None, marks: Sequence[int] = ()
     ) -> list[int]:
         """Offsets at which to call insert() while you prefill the rest of a prompt after fetch(). Changes nothing.
 
-        With recurrent layers and sliding windows, later prompts resume only where state was inserted. These are the
-        best offsets: `marks`, where the prompt diverges from a stored one, each `checkpoint_interval`, and near the
-        prompt's end. Other models resume anywhere; the list is empty.
+        They are `marks`, where the prompt diverges from a stored one, each `checkpoint_interval`, and near its end.
+        With full attention alone, prompts resume anywhere, and the list is empty.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         with self._core.lock:
@@ -402,9 +391,8 @@ class PrefixCache:
         """Protect a stored prefix from eviction until unpin(). Returns the bytes that all pins keep.
 
         Each pin of a prefix needs its own unpin(). names() lists pins with a `name`. A name that is in use moves to
-        these tokens. A pin ends after `ttl_requests` more requests, or at the first call after `ttl_s` seconds; with
-        both, at the earlier of the two. Only clear() and the loss of the state end a pin sooner. Exact mode keeps whole
-        chunks, and the last chunk only if a longer prompt has stored it.
+        these tokens. A pin ends after `ttl_requests` more requests or after `ttl_s` seconds. Only clear() and the loss
+        of the state end it sooner. Exact mode keeps whole chunks; the last one only if a longer prompt has stored it.
 
         Raises:
             ValueError: the prefix is not stored whole or is quarantined, or all pins on the ledger would not fit.
@@ -424,13 +412,12 @@ class PrefixCache:
         prompt_keys = None if tokens is None else self._checked(tokens, keys, namespace)[1]
         if (tokens is None) == (name is None):
             raise ValueError("unpin() takes tokens or name=; wanted exactly one of them.")
-        core, pins = self._core, self._core.pins
-        with core.lock:
+        with self._core.lock:
             if prompt_keys is not None:
-                pins.remove(prompt_keys, namespace)
+                self._core.pins.remove(prompt_keys, namespace)
             elif name is not None:
-                pins.remove_named(name, namespace)
-            core.evictor.enforce_budget()
+                self._core.pins.remove_named(name, namespace)
+            self._core.evictor.enforce_budget()
 
     def names(self, namespace: str = "") -> dict[str, NamedPin]:
         """The named pins of one namespace, in the order they were made."""
@@ -457,9 +444,8 @@ class PrefixCache:
     ) -> int:
         """Prefill a prefix ahead of use, so that longer prompts resume at its end with any kind of layers.
 
-        With `name`, `ttl_requests` or `ttl_s` the prefix is pinned, as by pin(). A prefix that is stored takes no slot;
-        any other prefix counts as a request in stats and traces. In exact mode, the prefix ends with its last whole
-        chunk. Returns the number of tokens evaluated; 0 if the prefix was stored.
+        With `name`, `ttl_requests` or `ttl_s` the prefix is pinned, as by pin(). Unless it is stored, it counts as a
+        request. In exact mode, it ends with its last whole chunk. Returns the number of tokens evaluated.
 
         Raises:
             ValueError: the prefix is quarantined or was found wrong, or does not fit beside open sessions and pins.
@@ -468,18 +454,15 @@ class PrefixCache:
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         require_pin(name, ttl_requests, ttl_s)
         run = model if draft_model is None else BothModels(model, draft_model, len(self._core.layout.fresh()))
-        terms = name, ttl_requests, ttl_s
         begin = partial(self.begin, namespace=namespace, marks=[*marks, len(prompt)], reserve=0, priority=priority)
-        return warm(self._core, begin, run, prompt, prompt_keys, namespace, terms, step_size, on_progress)
+        how = (name, ttl_requests, ttl_s), step_size, on_progress
+        return warm(self._core, begin, run, prompt, prompt_keys, namespace, *how)
 
     def learn(self, model: Any, draft_model: Any = None) -> None:
         """Run a few passes, about 270 tokens in total, so that the first request is as fast as the next ones.
 
-        The passes compile the model and allocate its buffers. The cache learns the bytes per token. With a store, it
-        also learns the prefill speed, to decide what to read. No state is kept, and no request is counted.
-
-        Raises:
-            ValueError: `model` is no model, or not the model of the cache.
+        The passes compile the model and allocate its buffers. The cache learns the bytes per token and, with a store,
+        the prefill speed. No state is kept, and no request is counted. ValueError: it is not the model of the cache.
         """
         layers = len(self._core.layout.fresh())
         self._core.learn(model if draft_model is None else BothModels(model, draft_model, layers))
@@ -494,8 +477,7 @@ class PrefixCache:
     def reclaim(self, target_bytes: int, namespace: str | None = None) -> int:
         """Evict until live and paged bytes are at most `target_bytes`, if possible; return the bytes freed.
 
-        With a namespace, only its state is counted and evicted, least recently used first. Live buffers count for the
-        namespace whose prompt they hold.
+        With a namespace, only its state, also in live buffers, is counted and evicted, least recently used first.
         """
         target_bytes = require_count("target_bytes", target_bytes, "bytes", least=0)
         require_namespace(namespace or "")
@@ -527,9 +509,8 @@ class PrefixCache:
     def explain(self, tokens: Any, namespace: str = "", *, keys: Any = None, chat: Chat | None = None) -> Explanation:
         """Say what begin() would restore of a prompt now, in this thread, and why not more. Changes nothing.
 
-        While all live slots are taken, this describes fetch(). Other namespaces are not searched. `chat` is what the
-        tokens were rendered from: the result then names the part that differs from the most similar of the last chats
-        that begin(), Group.admit() and stream_generate() got.
+        While all live slots are taken, this describes fetch(). Other namespaces are not searched. With the `chat` from
+        which the tokens were rendered, the result names the part that differs from the most similar of the last chats.
         ValueError: `chat` is given, and the cache has no tokenizer.
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace)
@@ -558,10 +539,9 @@ class PrefixCache:
     def render(
         self, format: str = "text", *, namespace: str | None = None, tokenizer: Any = None, max_nodes: int | None = None
     ) -> str:
-        """The tree as "text", "svg" (a picture), "html" (a page with search) or "json".
+        """The tree as "text", "svg" (a picture), "html" (a page with search) or "json"; of one namespace or of all.
 
         Args:
-            namespace: show only this namespace, and nothing about others; None: all.
             tokenizer: shows how edges begin and end; by default the cache's own.
             max_nodes: the most nodes to show; each parent counts its hidden nodes. Default: 200; 50,000 for "html".
         """
