@@ -381,9 +381,14 @@ def guests_conclusion(rows: Sequence[dict[str, Any]]) -> str:
         tokens = [(a["evaluated tokens"], b["evaluated tokens"]) for a, b in pairs if a["evaluated tokens"] is not None]
         waits = {b["scenario"]: b["TTFT ms p50"] / a["TTFT ms p50"] for a, b in pairs if a["failed"] + b["failed"] == 0}
         slower = [f"{scenario} {ratio:.2f}" for scenario, ratio in waits.items() if ratio > 1 / 0.95]
+        counted = (
+            f"at most as many tokens are evaluated in {sum(b <= a for a, b in tokens)} of {len(tokens)} scenarios, at "
+            f"most half in {sum(2 * b <= a for a, b in tokens)}"
+            if tokens
+            else "evaluated tokens are not reported"
+        )
         said.append(
-            f"{name}: with a PrefixCache at most as many tokens are evaluated in {sum(b <= a for a, b in tokens)} of "
-            f"{len(tokens)} scenarios, at most half in {sum(2 * b <= a for a, b in tokens)}; TTFT p50 is "
+            f"{name}: with a PrefixCache {counted}; TTFT p50 is "
             f"{min(waits.values(), default=1):.2f} to {max(waits.values(), default=1):.2f} of its own"
             + f", longer in {', '.join(slower)}" * bool(slower)
             + "."

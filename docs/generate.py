@@ -36,8 +36,9 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 #: Longer tables stay in their JSON.
 MOST_ROWS = 16
-#: Tables that are shown whole, however long; and results whose conclusion stands in another block.
-WHOLE = BEHIND = {"peers"}
+#: Results whose conclusion stands in another block; and tables that are shown whole, however long.
+BEHIND = {"peers"}
+WHOLE = {*BEHIND, "guests"}
 
 Row = tuple[str, ...]
 
