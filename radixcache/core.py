@@ -343,16 +343,6 @@ class Core:
         self.write_trace(request)
         return caches, request.prompt[plan.resume :].copy()
 
-    def insert_offsets(self, prompt: TokenIds, keys: Keys, namespace: str, marks: Sequence[int]) -> list[int]:
-        """Offsets at which to insert the state of a prompt while somebody else prefills it. Changes nothing."""
-        if self.settings.exact or not self.layout.has_points:
-            return []
-        request = PrefixRequest(prompt, keys, namespace, Use(self._tick), tuple(map(int, marks)))
-        plan = self.lookup(request.keys, request.namespace, request.limit).plan
-        kept = self.budget.kept_tokens(len(request.prompt))
-        found = {"matched": plan.matched, "resumed": plan.resume, "kept": kept}
-        return list(checkpoint_stops(self.settings, request, plan.resume, request.limit, **found))
-
     def count_request(self, request: PrefixRequest, plan: ResumePlan, by: str) -> None:
         """Count a restored request and emit its event; `by` is the public call that restored it."""
         counts = self.counts
@@ -425,20 +415,13 @@ class Core:
         self.write_trace(request, output_tokens)
 
     def insert(self, request: PrefixRequest, caches: Sequence[Any], row: int | None = None) -> int:
-        """Store from foreign caches what the tree lacks. Return how many of the tokens the tree has afterwards.
+        """Store from foreign caches, or a row of batch caches, what the tree lacks. Return how many tokens it then has.
 
-        `row`: the caches are of a batch, and the tokens of this row.
-
-        Raises:
-            SnapshotError, ValueError: the caches do not fit, or the cache is exact; nothing was changed.
+        SnapshotError, ValueError: the caches do not fit, or the cache is exact; nothing was changed.
         """
         if self.settings.exact:
-            raise ValueError(
-                "insert() into an exact cache: it is not known whether these caches were prefilled in chunks of "
-                f"{self.settings.step_size} tokens from offset 0. Use begin() and session.prefill(), or exact=False."
-            )
-        if row is not None:
-            assert isinstance(self.layout, Layout)  # simulated caches have no rows
+            raise ValueError("insert() into an exact cache, whose chunks of prefill must be known; use begin().")
+        if row is not None and isinstance(self.layout, Layout):  # simulated caches have no rows
             caches = self.layout.row_of(caches, row)
         keys = self.before_quarantine(request.keys, request.namespace)
         if len(keys) < len(request.keys) and self.layout.has_points:
@@ -538,16 +521,11 @@ class Core:
         self.layout.release()
 
     def flush(self, timeout_s: float | None = None, write_all: bool = False) -> bool:
-        """Wait until the store has written everything. False: `timeout_s` was not enough.
-
-        Takes the lock only with `write_all`, to hand all state in memory to the store.
-        """
-        if self.tier is None:
-            return True
-        if write_all:
+        """Wait until the store has written everything, with `write_all` all of memory. False: timeout_s have passed."""
+        if write_all and self.tier is not None:
             with self.lock:
                 self.tier.write_all()
-        return self.tier.store.flush(timeout_s)
+        return self.tier is None or self.tier.store.flush(timeout_s)
 
     def close(self) -> None:
         """Give back all state, including that of open sessions and groups, and the account. Takes the lock."""
@@ -610,3 +588,13 @@ def _branch(node: StateNode) -> StateNode:
     while node.parent is not None and not node.parent.is_root and len(node.parent.children) == 1:
         node = node.parent
     return node
+
+
+def insert_offsets(core: Core, prompt: TokenIds, keys: Keys, namespace: str, marks: Sequence[int]) -> list[int]:
+    """Offsets at which to insert the state of a prompt while somebody else prefills it. The lock is held."""
+    if core.settings.exact or not core.layout.has_points:
+        return []
+    request = PrefixRequest(prompt, keys, namespace, Use(0), tuple(map(int, marks)))
+    plan = core.lookup(request.keys, request.namespace, request.limit).plan
+    found = {"matched": plan.matched, "resumed": plan.resume, "kept": core.budget.kept_tokens(len(request.prompt))}
+    return list(checkpoint_stops(core.settings, request, plan.resume, request.limit, **found))

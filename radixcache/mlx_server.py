@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from policies import Entry, OrderedPolicy
 from radixcache.adapters.registry import adapter_for, leaves
-from radixcache.core import Core
+from radixcache.core import Core, insert_offsets
 from radixcache.errors import SnapshotError
 from radixcache.layers.layout import NATIVE_ERRORS
 from radixcache.ledger import Ledger
@@ -318,7 +318,7 @@ def _stops(core: Core, request: PrefixRequest, start: int, waiting: Iterable[Any
     others = [np.asarray(each, np.int64) for each in waiting]
     wanted = {min(common_length(request.keys, each), len(each) - 1) for each in others}
     if core.layout.has_points:
-        wanted |= {*core.insert_offsets(request.prompt, request.keys, request.namespace, request.marks)}
+        wanted |= {*insert_offsets(core, request.prompt, request.keys, request.namespace, request.marks)}
     else:  # Other prompts can resume anywhere; the stops only store state soon.
         wanted |= {*request.marks, *range(interval, end, interval)}
     stops = [start]

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from policies import CostModel, EvictionPolicy, make_policy
 from radixcache.chat_parts import Chat, ChatLog
-from radixcache.core import Core
+from radixcache.core import Core, insert_offsets
 from radixcache.errors import CacheClosedError, refuse_copy
 from radixcache.groups.group import Group, open_group
 from radixcache.groups.row import Room
@@ -376,7 +376,7 @@ class PrefixCache:
         """
         prompt, prompt_keys = self._checked(tokens, keys, namespace, marks)
         with self._core.lock:
-            return self._core.insert_offsets(prompt, prompt_keys, namespace, marks)
+            return insert_offsets(self._core, prompt, prompt_keys, namespace, marks)
 
     def pin(
         self,

@@ -238,23 +238,8 @@ class Pager:
             return
         own.pending = None
         wanted = self._states.windows.new({window: [(start, end)] for window in windows}, own.windows)
-        if (found := self._capture_spare(caches, wanted)) is not None:
+        if (found := _capture_spare(self, caches, wanted)) is not None:
             own.add_windows(found, is_spare=True)
-
-    def _capture_spare(self, caches: Sequence[Any], wanted: Mapping[Window, Sequence[Range]]) -> Spans | None:
-        """Copy window tokens that perhaps no checkpoint needs; None: there are none, or the budget has no room."""
-        need = sum(self._layout.window_bytes(window) * tokens_in(ranges) for window, ranges in wanted.items())
-        room = self._evictor.checkpoint_budget_bytes - self._states.account.checkpoint_bytes
-        if not need or need > room or self._budget.over_bytes(need):
-            return None
-        bounds = [each for ranges in wanted.values() for each in ranges]
-        try:
-            found = self._layout.capture(caches, min(bounds)[0], max(high for _, high in bounds), wanted)
-        except NATIVE_ERRORS:
-            self._layout.release()  # The copy was optional.
-            return None
-        self._states.copied_window_bytes += found.nbytes
-        return found
 
     def take_checkpoint(
         self, own: OwnState, path: Sequence[StateNode], caches: Sequence[Any], offset: int, kind: str
@@ -347,19 +332,11 @@ class Pager:
                     end = max(start, end - -(-self._budget.over_bytes(need) // token_bytes))
                 points = caches if self._layout.has_points else None
                 spans = self.allocating(self._layout.page_out, caches, start, end) if end > start else None
-                windows = self._foreign_windows(caches, end, match.path)
+                windows = _foreign_windows(self, caches, end, match.path)
                 self.put(keys[:end], namespace, spans, points, use, windows)
         finally:
             self._evictor.tidy(match.node)
         return end
-
-    def _foreign_windows(self, caches: Sequence[Any], end: int, path: Sequence[StateNode]) -> list[Spans]:
-        """The tokens before `end` that foreign windows have and the path lacks. Beside recurrent layers: none."""
-        if self._layout.has_states:
-            return []
-        held = {window: common(its, [(0, end)]) for window, its in self._layout.held(caches).items()}
-        found = self._capture_spare(caches, self._states.windows.new(held, self._states.windows.stored(path)))
-        return [] if found is None else [found]
 
     def put(
         self,
@@ -502,6 +479,31 @@ class Pager:
                 f"caches are at offset {high}, after the {length} tokens given, and cannot be cut back."
             )
         return min(low, length)
+
+
+def _capture_spare(pager: Pager, caches: Sequence[Any], wanted: Mapping[Window, Sequence[Range]]) -> Spans | None:
+    """Copy window tokens that perhaps no checkpoint needs; None: there are none, or the budget has no room."""
+    need = sum(pager._layout.window_bytes(window) * tokens_in(ranges) for window, ranges in wanted.items())
+    room = pager._evictor.checkpoint_budget_bytes - pager._states.account.checkpoint_bytes
+    if not need or need > room or pager._budget.over_bytes(need):
+        return None
+    bounds = [each for ranges in wanted.values() for each in ranges]
+    try:
+        found = pager._layout.capture(caches, min(bounds)[0], max(high for _, high in bounds), wanted)
+    except NATIVE_ERRORS:
+        pager._layout.release()  # The copy was optional.
+        return None
+    pager._states.copied_window_bytes += found.nbytes
+    return found
+
+
+def _foreign_windows(pager: Pager, caches: Sequence[Any], end: int, path: Sequence[StateNode]) -> list[Spans]:
+    """The tokens before `end` that foreign windows have and the path lacks. Beside recurrent layers: none."""
+    if pager._layout.has_states:
+        return []
+    held = {window: common(its, [(0, end)]) for window, its in pager._layout.held(caches).items()}
+    found = _capture_spare(pager, caches, pager._states.windows.new(held, pager._states.windows.stored(path)))
+    return [] if found is None else [found]
 
 
 class OwnState:
