@@ -345,11 +345,10 @@ class Core:
 
     def count_request(self, request: PrefixRequest, plan: ResumePlan, by: str) -> None:
         """Count a restored request and emit its event; `by` is the public call that restored it."""
-        counts = self.counts
-        counts["requests"] += 1
-        counts["off_grid_tokens"] += plan.off_grid
-        counts["hit_tokens"] += plan.resume
-        counts["miss_tokens"] += len(request.prompt) - plan.resume
+        self.counts["requests"] += 1
+        self.counts["off_grid_tokens"] += plan.off_grid
+        self.counts["hit_tokens"] += plan.resume
+        self.counts["miss_tokens"] += len(request.prompt) - plan.resume
         if plan.reason is not None:
             self.short_reasons[plan.reason] += 1
         self.pins.requests += 1
@@ -421,7 +420,8 @@ class Core:
         """
         if self.settings.exact:
             raise ValueError("insert() into an exact cache, whose chunks of prefill must be known; use begin().")
-        if row is not None and isinstance(self.layout, Layout):  # simulated caches have no rows
+        if row is not None:
+            assert isinstance(self.layout, Layout)  # simulated caches have no rows
             caches = self.layout.row_of(caches, row)
         keys = self.before_quarantine(request.keys, request.namespace)
         if len(keys) < len(request.keys) and self.layout.has_points:
