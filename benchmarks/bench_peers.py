@@ -2,7 +2,8 @@
 
 Every server runs in its own environment (`--venvs`), on the same model folder, with a prefix cache of 2 GiB. All
 servers of a model run at the same time. They take turns by request, and the first server changes each time. Only one
-server has requests at any time, and all requests of "at once" and "restart" are one turn.
+server has requests at any time, and all requests of "at once" and "restart" are one turn. A pause of 0.2 s before each
+turn is not counted: some servers still compute after the end of a reply.
 
     shared      8 users with one system prompt, one after the other
     at once     8 users with another system prompt, at the same time
@@ -61,6 +62,8 @@ OURS, THEIRS = "radixcache serve", "mlx_lm.server"
 LAYERS = 8
 REPLY_TOKENS = 16
 COLD_USERS = 2
+#: Before each turn: the process of the turn before may still compute, which slows the first token by up to 20 ms.
+PAUSE_S = 0.2
 #: Scale of prompts by model: a word is one token for the demo model and five for a tiny model.
 SCALES = {"tiny": 0.05, "demo": 0.25}
 
@@ -243,6 +246,7 @@ class Bench:
                 say(scenario.name)
                 for number, part in enumerate(scenario.parts()):
                     for name in rotated(list(up), index + number) if up else ():
+                        time.sleep(PAUSE_S)
                         self._record(part, name, up[name], ask_all(up[name], part, str(model)))
                         if up[name].has_ended:
                             self._leave_out(name, f"what follows {scenario.name}", PeerError("the server crashed"))
