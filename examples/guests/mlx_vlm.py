@@ -13,50 +13,49 @@ import numpy as np
 from mlx_lm.models import cache as originals
 from mlx_vlm import apc, apc_coordinator, server
 from mlx_vlm.models import cache as copies
-from mlx_vlm.server.runtime import runtime
 
 from radixcache import DiskStore, PrefixCache, RadixCacheError, register_adapter
 
 for name in ("ArraysCache", "CacheList", "ChunkedKVCache", "KVCache", "QuantizedKVCache", "RotatingKVCache"):
     register_adapter(getattr(copies, name), getattr(originals, name))
-HASHES, hash_without_image = 1 << 64, apc.semantic_extra_hash
+HASHES, semantic_hash, gpu_embed = 1 << 64, apc.semantic_extra_hash, server.ResponseGenerator._gpu_embed
 
 
-def semantic_extra_hash(image_hash: int = 0, **other: Any) -> int:
-    """Keep the hash of the images apart from the hash of tenant, audio and video."""
-    return hash_without_image(**other) * HASHES + image_hash % HASHES
+def embed(self: Any, inputs: dict[str, Any], images: Any = None, apc_semantic_hash: Any = None) -> Any:
+    """Hash all that describes images, audio and video, also the layout of their patches, apart from the tenant."""
+    size, key = inputs["input_ids"].shape[-1], apc_semantic_hash  # What is as long as the text describes the text.
+    media = {name: of for name, of in inputs.items() if "pixel" in name or size not in getattr(of, "shape", ())}
+    more = 0 if key is None else semantic_hash(media=media) % HASHES - key % HASHES
+    return gpu_embed(self, inputs, images, key if key is None else key + more)
 
 
 class Coordinator(apc_coordinator.APCCoordinator):
-    enabled = property(lambda self: self.prefixes is not None)
+    enabled = property(lambda self: self.manager.radix is not None)
 
     def __init__(self, manager: Any, model: Any) -> None:
         super().__init__(manager, model)
         self.image_ids = [*apc.multimodal_token_ids_from_config(getattr(model, "config", None))]
         self.stops: dict[tuple[int, ...], list[int]] = {}
-        if not hasattr(manager, "prefixes"):
-            disk, manager.disk, manager.prefixes = manager.disk, None, None
-            limits: Any = {"budget_bytes": (disk and disk.max_bytes) or 1 << 60, "write_on": "close"}
-            place: Any = {"store": DiskStore(disk.dir / "radixcache", **limits), "identity": "mlx-vlm"} if disk else {}
+        if not hasattr(manager, "radix"):
+            disk, manager.disk, manager.radix, size = manager.disk, None, None, max(1, manager.memory_max_bytes)
+            store = disk and DiskStore(disk.dir / "radixcache", budget_bytes=disk.max_bytes or 2**60, write_on="close")
             try:
-                cache = PrefixCache(caches=self.fresh_cache, budget_bytes=max(1, manager.memory_max_bytes), **place)
-                manager.prefixes, manager.clear, manager.close = cache, cache.clear, cache.flush
+                cache = PrefixCache(caches=self.fresh_cache, budget_bytes=size, store=store, identity="mlx-vlm")
+                manager.radix, manager.clear, manager.close = cache, cache.clear, cache.flush
             except RadixCacheError as error:
                 print("No prefix cache:", error, file=sys.stderr)
-        self.prefixes = manager.prefixes
 
     def named(self, tokens: list[int], extra_hash: int) -> dict[str, Any]:
         other, image = divmod(extra_hash, HASHES)
-        keys = np.array(tokens, np.int64)
-        places = np.isin(keys, self.image_ids) & (image > 0)
-        keys[places] = image >> 1 | 1 << 62
+        places = np.isin(tokens, self.image_ids) & (image > 0)
+        keys = np.where(places, image >> 1 | 1 << 62, np.array(tokens, np.int64))
         return {"keys": keys, "namespace": str(other if places.any() or not image else extra_hash)}
 
     def lookup(self, tokens: list[int], *, extra_hash: int, suffix_is_text_only: Any, **_: Any) -> Any:
-        names, ends = self.named(tokens, extra_hash), getattr(runtime.response_generator, "stop_tokens", ())
-        caches, rest = self.prefixes.fetch(tokens, **names)
+        names, ends = self.named(tokens, extra_hash), getattr(server.runtime.response_generator, "stop_tokens", ())
+        caches, rest = self.manager.radix.fetch(tokens, **names)
         marks = [at for at in range(1, len(tokens)) if tokens[at - 1] in ends]  # the ends of messages
-        offsets = self.prefixes.insert_offsets(tokens, **names, marks=marks[:1] + marks[-4:])
+        offsets = self.manager.radix.insert_offsets(tokens, **names, marks=marks[:1] + marks[-4:])
         self.stops[tuple(tokens)] = [*offsets, len(tokens) - 1]
         found = {"warm_cache": caches, "prefix_len": len(tokens) - len(rest), "extra_hash": extra_hash}
         return found if len(rest) < len(tokens) and suffix_is_text_only(found["prefix_len"]) else None
@@ -67,7 +66,7 @@ class Coordinator(apc_coordinator.APCCoordinator):
 
     def store_checkpoint(self, tokens: Any, caches: Any, extra_hash: int = 0, batch_idx: Any = 0, **_: Any) -> bool:
         try:
-            return self.prefixes.insert(tokens, caches, row=batch_idx or 0, **self.named(tokens, extra_hash)) > 0
+            return self.manager.radix.insert(tokens, caches, row=batch_idx or 0, **self.named(tokens, extra_hash)) > 0
         except RadixCacheError:
             return False
 
@@ -76,5 +75,6 @@ class Coordinator(apc_coordinator.APCCoordinator):
 
 
 if __name__ == "__main__":
-    apc.APCCoordinator, apc.semantic_extra_hash = Coordinator, semantic_extra_hash
+    apc.APCCoordinator, server.ResponseGenerator._gpu_embed = Coordinator, embed
+    apc.semantic_extra_hash = lambda image_hash=0, **other: semantic_hash(**other) * HASHES + image_hash % HASHES
     server.main()
