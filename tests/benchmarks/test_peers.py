@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from benchmarks import bench_peers
 from benchmarks.bench_peers import OURS, THEIRS, Bench, Run, conclusion, row_of, scenarios
 from benchmarks.harness import chat_stream
 from benchmarks.harness.chat_stream import Answer, ask_stream, read_stream
-from benchmarks.harness.peer_servers import PEERS, PeerError, PeerProcess
+from benchmarks.harness.peer_servers import GUESTS, PEERS, ROOT, PeerError, PeerProcess, install
+from runner.models.demo import cache_home
 
 
 @pytest.mark.parametrize(
@@ -89,3 +91,34 @@ def test_the_peers_benchmark_asks_mlx_lm_server_and_ours_the_same(tmp_path: Path
     for row in (ours, theirs):
         assert (row["failed"], row["equal"]) == (0, "2 of 2")
         assert 0 < row["evaluated tokens"] < row["prompt tokens"] == ours["prompt tokens"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", GUESTS)
+def test_a_guest_with_a_prefix_cache_answers_as_without_and_evaluates_no_more(name: str, tmp_path: Path) -> None:
+    servers = f"{name},{GUESTS[name].name}"
+    bench_peers.main(["--quick", "--guests", "--servers", servers, "--results", str(tmp_path)])
+    own, ours = json.loads((tmp_path / "guests.json").read_text(encoding="utf-8"))["rows"]
+    assert (ours["failed"], ours["equal"]) == (0, "2 of 2")
+    assert (ours["evaluated tokens"] or 0) <= (own["evaluated tokens"] or 0)
+
+
+@pytest.mark.nightly
+def test_the_keys_of_pictures_in_mlx_vlm_tell_layouts_apart() -> None:
+    # A blank page upright and the same page lying have equal patches, and as many tokens.
+    code = f"""
+import importlib.util, mlx.core as mx
+spec = importlib.util.spec_from_file_location("guest", {str(ROOT / "examples" / "guests" / "mlx_vlm.py")!r})
+guest = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(guest)
+guest.gpu_embed = lambda self, inputs, images, key: key % guest.HASHES
+text = {{"input_ids": mx.zeros((1, 9), mx.int32), "attention_mask": mx.ones((1, 9))}}
+def key(*grid):
+    picture = {{"pixel_values": mx.ones((32, 6)), "image_grid_thw": mx.array([grid])}}
+    return guest.embed(None, {{**text, **picture}}, ["page"], 7 * guest.HASHES + 5)
+print(key(1, 2, 16) == key(1, 2, 16), key(1, 2, 16) == key(1, 16, 2), guest.embed(None, text, None, 7 * guest.HASHES))
+"""
+    guest = GUESTS["mlx-vlm"]
+    python = install(guest, cache_home() / "peers")
+    ended = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == ["True", "False", "0"], ended.stderr

@@ -32,7 +32,7 @@ ANY = "any room"
 #: The most files that each package may have.
 MOST_FILES = {"radixcache": 80, "runner": 91}
 #: The most lines of each package. What needs more says in its commit what the lines are for.
-MOST_LINES = {"policies": 2_370, "radixcache": 23_490, "runner": 22_740, "tests": 49_740}
+MOST_LINES = {"policies": 2_370, "radixcache": 23_490, "runner": 22_740, "tests": 49_770}
 #: The most lines of a class and of a function, and the most terms of the page.
 MOST_CLASS_LINES, MOST_FUNCTION_LINES, MOST_TERMS = 450, 100, 90
 #: The most files that a call may cross.
