@@ -382,6 +382,8 @@ def guests_conclusion(rows: Sequence[dict[str, Any]]) -> str:
     for name, guest in GUESTS.items():
         own = {row["scenario"]: row for row in rows if row["server"] == name}
         pairs = [(own[row["scenario"]], row) for row in rows if row["server"] == guest.name and row["scenario"] in own]
+        if not pairs:
+            continue
         tokens = [(a["evaluated tokens"], b["evaluated tokens"]) for a, b in pairs if a["evaluated tokens"] is not None]
         waits = {b["scenario"]: b["TTFT ms p50"] / a["TTFT ms p50"] for a, b in pairs if a["failed"] + b["failed"] == 0}
         slower = [f"{scenario} {ratio:.2f}" for scenario, ratio in waits.items() if ratio > 1 / 0.95]
