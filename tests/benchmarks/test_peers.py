@@ -100,7 +100,8 @@ def test_a_guest_with_a_prefix_cache_answers_as_without_and_evaluates_no_more(na
     bench_peers.main(["--quick", "--guests", "--servers", servers, "--results", str(tmp_path)])
     own, ours = json.loads((tmp_path / "guests.json").read_text(encoding="utf-8"))["rows"]
     assert (ours["failed"], ours["equal"]) == (0, "2 of 2")
-    assert (ours["evaluated tokens"] or 0) <= (own["evaluated tokens"] or 0)
+    if own["evaluated tokens"] is not None:  # vllm-mlx does not report them.
+        assert 0 < ours["evaluated tokens"] <= own["evaluated tokens"] < own["prompt tokens"]
 
 
 @pytest.mark.nightly
